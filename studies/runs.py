@@ -362,7 +362,9 @@ def _is_of(file: Path, config: Config) -> bool:
         if strategy.anchor is None and not strategy.velocity:
             # without a KL it did nothing, and an older one may not be offered any more
             given.pop("kl.feedback", None)
-        if _trained(build(given)) != _trained(config):
+        # both by `build`, so that a relative path is the same file in both
+        expected = build(leaves(dataclasses.asdict(config)))
+        if _trained(build(given)) != _trained(expected):
             raise UserError(f"{file}: a run with other settings")
     except ValueError as error:
         log.info(f"{error}; it is made again")

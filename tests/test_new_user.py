@@ -187,9 +187,12 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
             # compression changes it
             assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.06)
-    (listed,) = re.findall(r"^`runs/demo` holds .*?\.$", README.read_text(), re.M | re.S)
+    (listed,) = re.findall(
+        r"^\| in `runs/demo` \|.*\n\|---.*\n((?:\|.*\n)+)", README.read_text(), re.M
+    )
     found = {file.name + "/" * file.is_dir() for file in run.iterdir()}
-    names = {name for name in re.findall(r"`([\w./]+)`", listed) if name != "runs/demo"}
+    first_cells = [row.split(" | ")[0] for row in listed.splitlines()]
+    names = set(re.findall(r"`([\w./]+)`", " ".join(first_cells)))
     assert (
         names | {"run.lock"} | {name for name in found if name.startswith("config.until-")} == found
     )

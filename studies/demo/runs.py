@@ -104,14 +104,21 @@ class Made:
 def teraflops(name: str) -> float:
     """Return the planned TFLOPs (1e12) of a run, without its evaluations; its name is without the
     seed."""
+    iterations = settings_of(f"{name}-seed0", quick=False).train.iterations
+    return iterations * sum(_iteration_flops(name).values()) / 1e12
+
+
+def decoder_share(name: str) -> float:
+    """Return the decoder's share of the FLOPs of a run, in [0, 1]."""
+    of_iteration = _iteration_flops(name)
+    return of_iteration["decode"] / sum(of_iteration.values())
+
+
+def _iteration_flops(name: str) -> dict[str, float]:
     from sage_fast.models.find import find_spec
 
     config = settings_of(f"{name}-seed0", quick=False)
-    return (
-        config.train.iterations
-        * sum(planned_flops(config, find_spec(config.model.path)).values())
-        / 1e12
-    )
+    return planned_flops(config, find_spec(config.model.path))
 
 
 def score(runs: Sequence[TrainedRun]) -> float:

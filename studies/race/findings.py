@@ -125,7 +125,8 @@ def _find_sage(raced: Mapping[str, Raced], first: str, material: Material) -> Fi
         )
         text += (
             f"On the same seeds it ends {behind} above {first} (uncorrected), its judge "
-            f"{judge:+.3f}. "
+            f"{judge:+.3f}, for {used_by(raced[best]):.1f} exaFLOPs against "
+            f"{used_by(raced[first]):.1f}. "
         )
     scores = {name: gain(one.confirmation) for name, one in shown.items()}
     rows = [

@@ -1,0 +1,243 @@
+"""Every number of README is recomputed here from the file or the plan that it comes from."""
+
+import csv
+import dataclasses
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sage_fast.cli import main
+from sage_fast.config.loader import load
+from sage_fast.data.prompts import read_prompts
+from sage_fast.tools.plan import format_plan, plan, reward_sizes
+from tests.test_docs import Block, blocks
+from tests.tiny import FEW_STEPS, arguments
+
+REPOSITORY = Path(__file__).parent.parent
+README = REPOSITORY / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+RESULTS = REPOSITORY / "docs" / "results"
+OFFLOADED = {"train.engine": "zero3", "train.offload_shards": True}
+
+
+def table(first_cell: str, text: str = TEXT, column: str = "") -> list[list[str]]:
+    """Return the cells, without bold type, of each row of the first table whose heading begins with
+    `first_cell` and names `column`."""
+    heading = rf"^\| {re.escape(first_cell)} \|.*{re.escape(column)}.*\n\|---.*\n((?:\|.*\n)+)"
+    rows = re.findall(heading, text, re.M)[0]
+    return [
+        [cell.strip().replace("**", "") for cell in row.strip("|").split(" | ")]
+        for row in rows.splitlines()
+    ]
+
+
+def measured(name: str) -> Any:
+    return json.loads((REPOSITORY / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+
+
+def planned(name: str, ranks: int, gigabytes: float, **settings: Any) -> str:
+    """Return what `sage-fast train NAME --dry-run` prints of memory and time."""
+    config = load(REPOSITORY / "configs" / f"{name}.yaml", overlays=[settings])
+    heldout = len(read_prompts(config.data.eval_prompts))
+    evaluation = dataclasses.replace(config.eval, num_prompts=min(heldout, config.eval.num_prompts))
+    config = dataclasses.replace(config, eval=evaluation)
+    sizes = reward_sizes(config.named_rewards)
+    return format_plan(plan(config, ranks=ranks, gpu_memory=1e9 * gigabytes, rewards=sizes))
+
+
+def between(text: str, line: str) -> str:
+    """Return the two last cells of a line of a plan as a range: `5.91 to 7.79 min`."""
+    (found,) = re.findall(rf"^  {line}  .*(?<! GiB)$", text, re.M)
+    if not found.endswith(("min", "h", "days")):  # GPU-hours, in the last two columns
+        least, most = found.split()[-2:]
+        return f"{least} to {most}"
+    least, unit, most, same_unit = found.split()[-4:]
+    assert unit == same_unit
+    return f"{least} to {most} {unit}"
+
+
+def gibibytes(text: str, line: str) -> str:
+    (size,) = re.findall(rf"^  {line} +([\d.]+) GiB$", text, re.M)
+    return f"{float(size):.1f}"
+
+
+def row_of(rows: Any, **cells: Any) -> Any:
+    (found,) = (row for row in rows if cells.items() <= row.items())
+    return found
+
+
+@pytest.mark.parametrize("row", table("GPUs"), ids=lambda row: f"{row[0]} {row[1]}")
+def test_a_row_of_the_plan_is_planned(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    gpus, name, trains, memory, iteration, whole_run, hours = row
+    ranks, gigabytes = re.fullmatch(r"(\d+) x (\d+) GB", gpus).groups()  # type: ignore[union-attr]
+    text = planned(name.strip("`"), int(ranks), float(gigabytes))
+    together = gibibytes(text, "together")
+    assert f"{trains.split(', ')[1]} = " in text
+    if "does not fit" in memory:
+        room = gibibytes(text, f"a GPU of {gigabytes} GB, in which it does not fit")
+        assert memory == f"needs {together} GiB, has {room}: does not fit"
+        assert [iteration, whole_run, hours] == ["-"] * 3
+        return
+    assert f"a GPU of {gigabytes} GB, in which it fits" in text
+    assert memory == f"{together} GiB"
+    assert iteration == between(text, "together")
+    assert "the run: 200 iterations" in text
+    assert whole_run == between(text, "all of the run")
+    assert hours == between(text, "GPU-hours")
+
+
+def test_what_a_small_card_lacks_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    as_shipped = planned("hunyuanvideo15-480p", 1, 24)
+    (paragraph,) = re.findall(r"^A card of 24 GB .*?\n\n", TEXT, re.M | re.S)
+    weights, rest, offloaded, host = re.findall(r"([\d.]+)\s+GiB", paragraph)
+    assert "auto chooses full" in as_shipped
+    assert weights == gibibytes(as_shipped, "frozen weights")
+    together = float(gibibytes(as_shipped, "together"))
+    assert float(rest) == pytest.approx(together - float(weights), abs=0.051)
+    in_host_memory = planned("hunyuanvideo15-480p", 1, 24, **OFFLOADED)
+    assert "in which it fits" in in_host_memory
+    assert offloaded == gibibytes(in_host_memory, "together")
+    assert host == gibibytes(in_host_memory, "host memory of each rank, for shards")
+
+
+def test_times_of_the_model_are_those_measured() -> None:
+    result = measured("2026-11-27-h200-rollout-480p.json")
+    forward, trained = table("one video")[:2]
+    paths = ("eager", "eager cudnn", "tuned compiled", "stock")
+    for cells, part in ((forward, "forward"), (trained, "train")):
+        row = row_of(result["rows"], size="480p 81 frames", part=part, rounds=3)
+        assert row["attention"] == "flash4"
+        assert cells[1:] == [f"{row['seconds'][path]:.2f} s" for path in paths]
+
+
+def test_times_of_the_kernels_are_those_measured() -> None:
+    rows = measured("2026-11-25-h100-operators.json")["rows"]
+    for first, *cells in table("kernel"):
+        operator = re.findall(r"`(\w+)`", first)[0]
+        seconds = row_of(rows, operator=operator, size="720p batch 4")["seconds"]
+        paths = (seconds[path]["p50"] for path in ("fused", "compiled", "eager"))
+        assert cells == [f"{1e6 * value:.0f} us" for value in paths]
+
+
+def test_other_measurements_are_those_of_their_files() -> None:
+    video, decoding, share, iteration = table("other measurements")
+    found = measured("2026-11-27-h200-video-121.json")["rows"]
+    rollout = row_of(found, part="rollout", rounds=1)["seconds"]["eager"]
+    decode = row_of(found, part="decode", rounds=1)["seconds"]["channels last"]
+    assert (video[1], decoding[1]) == (f"{rollout:.0f} s", f"{decode:.1f} s")
+
+    profiled = measured("2026-11-27-h200-iteration.json")
+    seconds = sum(phase["seconds"] for phase in profiled["phases"].values())
+    ceiling = seconds * profiled["ceiling_flops_per_second"]
+    shares = []
+    for key in ("model_flops", "flops"):
+        done = sum(phase[key] or 0 for phase in profiled["phases"].values())
+        shares.append(f"{100 * done / ceiling:.0f} %")
+    assert share[1] == ", ".join(shares)
+
+    file = re.findall(r"benchmarks/results/([\w.-]+\.json)", iteration[3])[0]
+    timed = measured(file)
+    assert timed["source"] == "configs/demo.yaml"
+    assert f"medians of {timed['rounds']}" in iteration[3]
+    total = timed["phases"]["total"]
+    assert iteration[1:3] == [f"{total['eager']:.2f} s", f"{total['stock']:.2f} s"]
+
+
+def test_gains_of_the_demo_are_those_of_its_study() -> None:
+    with (RESULTS / "demo-gain.csv").open(encoding="utf-8") as file:
+        runs = list(csv.DictReader(file))
+    page = (RESULTS / "demo.md").read_text(encoding="utf-8")
+    studied = {cells[0].strip("`"): cells for cells in table("configuration", page)}
+    ends: dict[str, list[float]] = {}
+    for name, cells in zip(("demo", "demo-nft"), table("method"), strict=True):
+        before = [float(run["before"]) for run in runs if run["configuration"] == name]
+        ends[name] = [float(run["score"]) for run in runs if run["configuration"] == name]
+        assert cells[1] == f"{statistics.fmean(before):.3f}"
+        assert cells[2] == f"{statistics.fmean(ends[name]):.3f}"
+        gain, interval, judge, of_judge = studied[name][4:8]
+        assert cells[3:] == [f"{gain} {interval}", f"{judge} {of_judge}"]
+    assert len(ends["demo"]) == 4
+    assert all(ours < theirs for ours, theirs in zip(ends["demo"], ends["demo-nft"], strict=True))
+    difference = re.findall(r"The difference of the gains is \S+ \[(\S+), (\S+)\]", page)[0]
+    assert float(difference[0]) < 0 < float(difference[1])
+    correct = re.findall(r"A\s+correct clip gets (\d\.\d+)", TEXT)[0]
+    assert f"and {correct} through the autoencoder" in page
+
+
+def test_gains_of_the_race_are_those_of_its_study() -> None:
+    page = (RESULTS / "race.md").read_text(encoding="utf-8")
+    reference, *rows = table("method", column="compute")
+    for (_, gain, compute), recipe in zip(rows, ("sage_best", "nft_full"), strict=True):
+        # the first world's comes first on the page
+        found = re.findall(rf"{recipe} ends (\S+ \[[^]]+\]) above paper on 10 seeds(.*)", page)[0]
+        assert gain == found[0]
+        spent = re.findall(r"for (\d+\.\d) exaFLOPs against \S+ \[[^]]+\] for (\d+\.\d)", found[1])[
+            0
+        ]
+        assert (compute, reference[2]) == spent
+
+
+def test_claims_of_the_paper_are_counted_as_on_their_page() -> None:
+    page = (RESULTS / "paper.md").read_text(encoding="utf-8")
+    held, of, not_held, open_ = re.findall(
+        r"## Claims of the paper\n\n(\d+) of (\d+) held, (\d+) not held, (\d+) not decidable", page
+    )[0]
+    assert of == "10"
+    words = f"ten claims of the paper on this model: {held} held, {not_held} did not hold, and"
+    assert f"{words} {open_} could not be decided" in " ".join(TEXT.split())
+
+
+def test_the_first_picture_leaves_room_for_text() -> None:
+    """A picture is at most 420 pixels high."""
+    from PIL import Image
+
+    shown = re.findall(r'<img src="([^"]+)" width="(\d+)"', TEXT)
+    assert len(shown) == TEXT.count("<img ")
+    for file, width in shown:
+        with Image.open(REPOSITORY / file) as picture:
+            assert int(width) * picture.height / picture.width <= 420, file
+
+
+def test_the_python_example_trains_on_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run it in a folder of `sage-fast init`, with few steps."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine"]) == 0
+    monkeypatch.chdir(tmp_path / "mine")
+    settings = Path("config.yaml")
+    few = [*FEW_STEPS, *arguments(train__prompts_per_iteration=2, train__group_size=2)]
+    overlay = {name.removeprefix("--"): yaml.safe_load(value) for name, value in pairs(few)}
+    small = load(settings, overlays=[overlay])
+    sections = {
+        name: dataclasses.asdict(getattr(small, name)) for name in ("sampling", "train", "eval")
+    }
+    (section,) = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.M | re.S)
+    tree = yaml.safe_load(settings.read_text(encoding="utf-8")) | sections
+    tree |= yaml.safe_load(section)
+    settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
+
+    reward, example = python_blocks()
+    Path("my_rewards.py").write_text(reward.text, encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(reward.text, str(reward), "exec"), names)
+    exec(compile(example.text, str(example), "exec"), names)
+    assert names["run"].config.reward.weights == {"bright": 1.0}
+    assert Path("runs/second/weights").is_dir()
+
+
+def pairs(options: list[str]) -> list[tuple[str, str]]:
+    return list(zip(options[::2], options[1::2], strict=True))
+
+
+def python_blocks() -> list[Block]:
+    """Return the reward's block and that of the Python API."""
+    found = [block for block in blocks(README) if block.kind == "python"]
+    return [block for block in found if block.key != "needs"]
