@@ -102,9 +102,12 @@ COMMANDS = {
 """Commands by name, in the order the help lists them."""
 
 COMMAND_HINTS = {
-    "resume": "sage-fast train RUN --resume",
-    "grid": "python -m studies.grid",
-    "push": "export and hf upload",
+    "resume": "use `sage-fast train RUN --resume`",
+    "grid": "use `python -m studies.grid`",
+    "push": "use `sage-fast export RUN FOLDER`, then `hf upload`",
+    "configs": "use `sage-fast init --list`",
+    "list": "use `sage-fast init --list`",
+    "plan": "use `sage-fast train CONFIG --dry-run`",
 }
 """Words that may be taken for commands -> what there is instead."""
 
@@ -169,7 +172,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     from sage_fast.config.command_line import split_settings
-    from sage_fast.config.loader import similar
+    from sage_fast.config.loader import instead_of, similar
 
     takes_settings = any(COMMANDS[name].settings for name in named)
     words, overrides = split_settings(arguments) if takes_settings else (list(arguments), {})
@@ -179,9 +182,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     if rest:
         word = rest[0].partition("=")[0]
         close = []
-        if takes_settings and word.startswith("--"):
-            close = similar(word.removeprefix("--"))
         hint = f"see sage-fast {options.command} --help"
+        if takes_settings and word.startswith("--"):
+            name = word.removeprefix("--")
+            close = similar(name)
+            hint = instead_of(name) or hint
         if close:
             hint = f"did you mean --{' or --'.join(close)}?"
         kind = "option" if word.startswith("-") else "argument"
