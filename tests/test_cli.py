@@ -622,7 +622,7 @@ def test_dry_run_says_what_is_trained_on(
         f"{CONFIGS}/prompts/heldout.txt: 32 held-out prompts, of which 32 are evaluated",
         "reward videoalign: 0.5 vq + 0.5 mq + 1 ta",
         "reward.args.base = 'Qwen/Qwen2-VL-2B-Instruct': no folder and not in the hub's",
-        "a GPU of 96 GB, in which it fits",
+        " GiB of a card of 96 GB",
     ):
         assert f"\n  {line}" in printed
     assert "reward.args.path" not in printed
