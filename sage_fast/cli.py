@@ -43,7 +43,8 @@ EPILOG = """examples:
 
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 Any setting of the YAML file can be given on the command line, such as
---sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them."""
+--sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
+docs/... in a help text or a message is a page in the source of sage-fast, not in its wheel."""
 THREAD_GRACE = 20.0
 """Seconds that threads of plug-ins have to end after the command."""
 PIPE_CLOSED = 141
@@ -152,7 +153,8 @@ def _parser(commands: Collection[str], *, list_settings: bool = False) -> argpar
             from sage_fast.config.command_line import add_settings
 
             subparser.epilog = (
-                "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
+                "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in "
+                "YAML. docs/... is a page in the source of sage-fast, not in its wheel."
             )
             add_settings(subparser)
         load(name).add_arguments(subparser.add_argument)

@@ -256,6 +256,16 @@ def test_settings_that_do_not_fit_leave_no_run(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["/proc/run", "/dev/null/run"])
+def test_an_output_that_cannot_be_made_is_named(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(PAPER), "--output", name, *SMALL]) == 2
+    error = capsys.readouterr().err
+    assert f"output = '{name}': cannot be made: " in error
+    assert "; choose another folder with --output" in error
+
+
 @pytest.mark.parametrize("option", [[], ["--resume"]])
 def test_an_output_that_is_a_link_to_nothing_is_refused(
     option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
