@@ -332,7 +332,7 @@ def test_init_lists_what_it_can_copy(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("demo", "'demo' comes with the package: sage-fast init my-run --config demo, then"),
         ("configs/demo.yaml", "'demo' comes with the package: sage-fast init my-run"),
         ("hunyuanvideo15-480", "did you mean 'hunyuanvideo15-480p', which comes with the package?"),
-        ("mine", "expected a YAML file; sage-fast init --list shows those that come with the"),
+        ("mine", "expected a YAML file; sage-fast init --list shows those that are shipped"),
         ("mine.yaml", "config mine.yaml: no such file\n"),
     ],
 )
@@ -346,6 +346,9 @@ def test_train_of_a_shipped_name_says_how_to_begin(
     monkeypatch.chdir(tmp_path)
     assert main(["train", name]) == 2
     assert hint in capsys.readouterr().err
+    assert main(["eval", name]) == 2
+    error = capsys.readouterr().err
+    assert ("comes with the package" in hint) == ("comes with the package" in error)
 
 
 def test_init_of_an_unknown_configuration(

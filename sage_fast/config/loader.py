@@ -23,7 +23,7 @@ from sage_fast.config.fields import own_settings, sections, settings_of
 from sage_fast.config.other_trainers import INSTEAD, MEANINGS
 from sage_fast.config.places import placed
 from sage_fast.config.schema import Config, RewardEntry
-from sage_fast.config.shipped import hint_for
+from sage_fast.config.shipped import shipped_hint
 from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.files import read_text
 from sage_fast.util.paths import located
@@ -149,7 +149,11 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         example = next((f", such as {file}" for file in files if file.is_file()), "")
         raise UserError(f"config {path}: a folder; expected a YAML file{example}{again}")
     if not path.exists():
-        raise UserError(f"config {path}: no such file{hint_for(path)}")
+        is_name = not path.suffix and len(path.parts) == 1
+        hint = shipped_hint(path)
+        if is_name and not hint:
+            hint = "; expected a YAML file; sage-fast init --list shows those that are shipped"
+        raise UserError(f"config {path}: no such file{hint}")
     try:
         loaded = parse_yaml(read_text(path))
     except ValueError as error:

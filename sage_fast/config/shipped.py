@@ -62,7 +62,7 @@ def _in_words(plan: dict[str, Any]) -> str:
     )
 
 
-def hint_for(path: Path) -> str:
+def shipped_hint(path: Path) -> str:
     """Return how to begin with the shipped configuration that a missing file is named like, after
     `; `; empty if none is meant."""
     names = shipped_names()
@@ -72,9 +72,7 @@ def hint_for(path: Path) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     if close:
         return f"; did you mean {close[0]!r}, which comes with the package? {start_of(close[0])}"
-    if path.suffix or len(path.parts) > 1:
-        return ""
-    return "; expected a YAML file; sage-fast init --list shows those that come with the package"
+    return ""
 
 
 def start_of(name: str) -> str:
