@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from sage_fast.util.console import counted
+
+log = logging.getLogger(__name__)
 
 ARCHITECTURES = (80, 90, 100)
 NORM_SIZES = "d 2048, 16 heads of 128"
@@ -520,26 +525,34 @@ def compile_report(
         RuntimeError: this process interprets the kernels (TRITON_INTERPRET).
     """
     rows = []
-    for specialisation, arch in itertools.product(specialisations, architectures):
-        compiled = _compile(specialisation, arch)
-        usage = _resource_usage(compiled.asm["cubin"])
-        operations = _repeated(_inspect("nvdisasm", "-c", compiled.asm["cubin"]))
-        result = specialisation.v if "score_bwd" in specialisation.kernel else specialisation.x
-        rows.append(
-            CompiledKernel(
-                kernel=specialisation.kernel,
-                specialisation=str(specialisation),
-                arch=arch,
-                registers=usage["REG"],
-                spilled_bytes=usage["STACK"],
-                shared_bytes=compiled.metadata.shared,
-                loads=_widths(compiled.asm["ptx"], "ld"),
-                stores=_widths(compiled.asm["ptx"], "st"),
-                special=_special(operations, 4 if result == "fp32" else 2),
-                asynchronous=sum(operation.startswith("LDGSTS") for operation in operations),
-            )
-        )
+    names = ", ".join(f"sm_{arch}" for arch in architectures)
+    for kernel, group in itertools.groupby(specialisations, lambda each: each.kernel):
+        variants = list(group)
+        count = counted(len(variants), "specialisation")
+        log.info(f"compiling {kernel}: {count} for {names}")  # each takes seconds
+        for specialisation, arch in itertools.product(variants, architectures):
+            rows.append(_compiled(specialisation, arch))
     return rows
+
+
+def _compiled(specialisation: Specialisation, arch: int) -> CompiledKernel:
+    """Compile a kernel for an architecture, and read what it takes of the machine."""
+    compiled = _compile(specialisation, arch)
+    usage = _resource_usage(compiled.asm["cubin"])
+    operations = _repeated(_inspect("nvdisasm", "-c", compiled.asm["cubin"]))
+    result = specialisation.v if "score_bwd" in specialisation.kernel else specialisation.x
+    return CompiledKernel(
+        kernel=specialisation.kernel,
+        specialisation=str(specialisation),
+        arch=arch,
+        registers=usage["REG"],
+        spilled_bytes=usage["STACK"],
+        shared_bytes=compiled.metadata.shared,
+        loads=_widths(compiled.asm["ptx"], "ld"),
+        stores=_widths(compiled.asm["ptx"], "st"),
+        special=_special(operations, 4 if result == "fp32" else 2),
+        asynchronous=sum(operation.startswith("LDGSTS") for operation in operations),
+    )
 
 
 def _cells(row: CompiledKernel) -> tuple[str, ...]:

@@ -43,7 +43,8 @@ EPILOG = """examples:
 
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 Any setting of the YAML file can be given on the command line, such as
---sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them."""
+--sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
+docs/... in a help text or a message is a page in the source of sage-fast, not in its wheel."""
 THREAD_GRACE = 20.0
 """Seconds that threads of plug-ins have to end after the command."""
 PIPE_CLOSED = 141
@@ -102,9 +103,12 @@ COMMANDS = {
 """Commands by name, in the order the help lists them."""
 
 COMMAND_HINTS = {
-    "resume": "sage-fast train RUN --resume",
-    "grid": "python -m studies.grid",
-    "push": "export and hf upload",
+    "resume": "use `sage-fast train RUN --resume`",
+    "grid": "use `python -m studies.grid`",
+    "push": "use `sage-fast export RUN FOLDER`, then `hf upload`",
+    "configs": "use `sage-fast init --list`",
+    "list": "use `sage-fast init --list`",
+    "plan": "use `sage-fast train CONFIG --dry-run`",
 }
 """Words that may be taken for commands -> what there is instead."""
 
@@ -149,7 +153,8 @@ def _parser(commands: Collection[str], *, list_settings: bool = False) -> argpar
             from sage_fast.config.command_line import add_settings
 
             subparser.epilog = (
-                "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
+                "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in "
+                "YAML. docs/... is a page in the source of sage-fast, not in its wheel."
             )
             add_settings(subparser)
         load(name).add_arguments(subparser.add_argument)
@@ -169,7 +174,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     from sage_fast.config.command_line import split_settings
-    from sage_fast.config.loader import similar
+    from sage_fast.config.loader import instead_of, similar
 
     takes_settings = any(COMMANDS[name].settings for name in named)
     words, overrides = split_settings(arguments) if takes_settings else (list(arguments), {})
@@ -179,9 +184,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     if rest:
         word = rest[0].partition("=")[0]
         close = []
-        if takes_settings and word.startswith("--"):
-            close = similar(word.removeprefix("--"))
         hint = f"see sage-fast {options.command} --help"
+        if takes_settings and word.startswith("--"):
+            name = word.removeprefix("--")
+            close = similar(name)
+            hint = instead_of(name) or hint
         if close:
             hint = f"did you mean --{' or --'.join(close)}?"
         kind = "option" if word.startswith("-") else "argument"

@@ -1,5 +1,5 @@
 """Write docs/reference/settings.md, docs/reference/cli.md and the tables of
-docs/how-to/stop-and-resume.md.
+docs/how-to/stop-and-resume.md and docs/how-to/from-another-trainer.md.
 
 `python -m scripts.reference` does it.
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sage_fast.cli import COMMANDS, load
 from sage_fast.config.fields import Setting, kind, meanings, own_settings, sections
+from sage_fast.config.other_trainers import COUNTERPARTS, INSTEAD
 from sage_fast.config.schema import Config
 from sage_fast.run.resume import CHECKPOINT, KINDS, RULES
 
@@ -20,6 +21,9 @@ FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 RESUME_PAGE = "../how-to/stop-and-resume.md"
 RESUME_BEGIN = "<!-- resume: written by python -m scripts.reference -->"
 RESUME_END = "<!-- end of resume -->"
+TRAINERS_PAGE = "../how-to/from-another-trainer.md"
+TRAINERS_BEGIN = "<!-- other trainers: written by python -m scripts.reference -->"
+TRAINERS_END = "<!-- end of other trainers -->"
 SETTINGS = """# Settings
 
 What every setting does. A YAML file holds the settings by section; a command takes any of them as
@@ -146,13 +150,44 @@ def resume_page() -> str:
     checkpoint_rows = [(f"`{name}`", does) for name, does in CHECKPOINT.items()]
     text = _table(("setting", "another value on a resume", "why, or how"), settings_rows)
     text += "\n" + _table(("in a checkpoint", "on a resume"), checkpoint_rows)
-    page = (FOLDER / RESUME_PAGE).read_text(encoding="utf-8")
-    before, rest = page.split(RESUME_BEGIN)
-    _, after = rest.split(RESUME_END)
-    return f"{before}{RESUME_BEGIN}\n{text}{RESUME_END}{after}"
+    return _page_with(RESUME_PAGE, RESUME_BEGIN, text, RESUME_END)
 
 
-PAGES = {"settings.md": settings_page, "cli.md": commands_page, RESUME_PAGE: resume_page}
+def other_trainers_page() -> str:
+    """Return the page for users of other trainers, with the names that the hints after an unknown
+    option know."""
+    rows = []
+    for row in COUNTERPARTS:
+        elsewhere = ", ".join(f"`{name}`" for name in row.elsewhere.split())
+        here = f"`{row.setting}: {row.value}`" if row.value else f"`{row.setting}`"
+        if row.also:
+            here += f", `{row.also}`"
+        rows.append((here, row.flow_grpo, row.dancegrpo, row.unirl, row.official, elsewhere))
+    head = ("here", "flow_grpo", "DanceGRPO", "UniRL", "the authors' code", "elsewhere")
+    text = _table(head, rows)
+
+    names_of: dict[str, list[str]] = {}
+    for name, instead in INSTEAD.items():
+        names_of.setdefault(instead, []).append(f"`{name}`")
+    no_settings = [(", ".join(names), instead) for instead, names in names_of.items()]
+    text += "\n" + _table(("no setting here", "instead"), no_settings)
+    return _page_with(TRAINERS_PAGE, TRAINERS_BEGIN, text, TRAINERS_END)
+
+
+def _page_with(name: str, begin: str, text: str, end: str) -> str:
+    """Return a page with `text` in place of what stands between two of its lines."""
+    page = (FOLDER / name).read_text(encoding="utf-8")
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{text}{end}{after}"
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "cli.md": commands_page,
+    RESUME_PAGE: resume_page,
+    TRAINERS_PAGE: other_trainers_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -256,6 +256,16 @@ def test_settings_that_do_not_fit_leave_no_run(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["/proc/run", "/dev/null/run"])
+def test_an_output_that_cannot_be_made_is_named(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(PAPER), "--output", name, *SMALL]) == 2
+    error = capsys.readouterr().err
+    assert f"output = '{name}': cannot be made: " in error
+    assert "; choose another folder with --output" in error
+
+
 @pytest.mark.parametrize("option", [[], ["--resume"]])
 def test_an_output_that_is_a_link_to_nothing_is_refused(
     option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -622,7 +632,7 @@ def test_dry_run_says_what_is_trained_on(
         f"{CONFIGS}/prompts/heldout.txt: 32 held-out prompts, of which 32 are evaluated",
         "reward videoalign: 0.5 vq + 0.5 mq + 1 ta",
         "reward.args.base = 'Qwen/Qwen2-VL-2B-Instruct': no folder and not in the hub's",
-        "a GPU of 96 GB, in which it fits",
+        " GiB of a card of 96 GB",
     ):
         assert f"\n  {line}" in printed
     assert "reward.args.path" not in printed
@@ -644,6 +654,10 @@ def test_dry_run_says_what_is_trained_on(
         (["--steps=3"], "unknown option --steps; did you mean --sampling.steps or --eval.steps?"),
         (["--fsdp"], "unknown option --fsdp; did you mean --train.engine?"),
         (["--dry"], "unknown option --dry; see sage-fast train --help"),
+        (["--config", "a.yaml"], "unknown option --config; the YAML file comes first, without an"),
+        (["--resume_from_checkpoint=latest"], "`sage-fast train RUN --resume` continues a run"),
+        (["--gradient_accumulation_steps", "2"], "; it follows: an update has all samples of an"),
+        (["--wandb"], "unknown option --wandb; did you mean --tracking.trackers?"),
         (["--sampling.eta="], "--sampling.eta: the value is empty"),
         (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
         (["--model.path", "@file"], "--model.path '@file': not a YAML value"),

@@ -19,7 +19,8 @@ from sage_fast.config.fields import (
     settings_of,
     within,
 )
-from sage_fast.config.loader import ALIASES, build, dump, keys_of, load, read_yaml, similar
+from sage_fast.config.loader import build, dump, keys_of, load, read_yaml, similar
+from sage_fast.config.other_trainers import INSTEAD, MEANINGS, Counterpart, names_elsewhere
 from sage_fast.config.schema import Config, KLConfig, RewardConfig, SamplingConfig
 from sage_fast.run.train import train
 from sage_fast.util.errors import UserError, nearest
@@ -96,7 +97,10 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"eta": 1}, "did you mean 'sampling.eta'"),
         ({"optimizer.learning_rate": 1}, "did you mean 'train.learning_rate'"),
         ({"train.beta": 1}, "unknown setting 'train.beta'; did you mean 'kl.lambda_max'"),
-        ({"sample.sde_type": "sde"}, "unknown setting 'sample.sde_type'; --help lists them"),
+        (
+            {"sample.sde_type": "sde"},
+            "unknown setting 'sample.sde_type'; did you mean 'sampling.sampler'?",
+        ),
         ({"train.lr": 1}, "unknown setting 'train.lr'; did you mean 'train.learning_rate'"),
         (
             {"train": {"epochs": 1}},
@@ -548,17 +552,38 @@ def test_numbers_in_base_60_are_refused(text: str, tmp_path: Path) -> None:
         ("sampling.cgf_strength", []),
         ("sampling.delta", []),
         ("sampling.cut", []),
+        ("lora_r", ["model.lora_rank"]),
+        ("video_bucket_hw_base_size", ["sampling.height", "sampling.width"]),
+        ("backend", []),
+        ("dance", []),
     ],
 )
 def test_hints_are_meant_or_absent(key: str, meant: list[str]) -> None:
     assert similar(key) == meant
 
 
-def test_every_alias_means_a_setting() -> None:
-    """And is no setting itself, whose name would win."""
+def test_every_name_of_another_trainer_means_a_setting() -> None:
     known = settings_of(Config)
-    assert set(ALIASES.values()) <= known.keys()
-    assert not ALIASES.keys() & {setting.field for setting in known.values()}
+    own_names = {setting.field for setting in known.values()}
+    for name, settings in MEANINGS.items():
+        assert settings
+        assert set(settings) <= known.keys(), name
+        if name not in own_names:  # else our setting of that name wins
+            assert similar(name) == settings
+    assert not INSTEAD.keys() & (own_names | MEANINGS.keys())
+
+
+def test_a_cell_gives_the_names_that_it_begins_with() -> None:
+    """A formula, a value and a word give none; `sample.` and dashes are dropped."""
+    row = Counterpart(
+        "train.group_size",
+        flow_grpo="`sample.a_b`, `c`",
+        dancegrpo="`--d`, a folder",
+        unirl="`e` / `f`",
+        official="always `g`",
+        elsewhere="h backend",
+    )
+    assert names_elsewhere(row) == ["h", "a_b", "c", "d"]
 
 
 def test_nearest_of_nothing_lists_nothing() -> None:

@@ -310,16 +310,48 @@ def test_a_configuration_says_on_what_evidence(name: str) -> None:
 def test_init_lists_what_it_can_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines[:-1] if not line.startswith(" ")] == sorted(SHIPPED)
+    assert [line for line in lines[:-4] if not line.startswith(" ")] == sorted(SHIPPED)
     place = lines.index("paper-480p")
     assert lines[place + 1 : place + 3] == [
         "  SAGE-GRPO as the paper states it, else our defaults",
         "  Evidence: never run",
     ]
+    assert lines[place + 3].startswith("  Plan: 8 GPUs, ")
+    demo = lines[lines.index("demo") + 3]
+    assert re.fullmatch(
+        r"  Plan: two CPU cores, tensors of \S+ GiB, an iteration \S+ s, \S+ iterations \S+ min",
+        demo,
+    )
+    assert any(line.startswith("  Plan: 1 GPU, ") for line in lines)
     for wrong in (["--list", str(tmp_path / "new")], []):
         assert main(["init", *wrong]) == 2
         assert "expected" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("demo", "'demo' comes with the package: sage-fast init my-run --config demo, then"),
+        ("configs/demo.yaml", "'demo' comes with the package: sage-fast init my-run"),
+        ("hunyuanvideo15-480", "did you mean 'hunyuanvideo15-480p', which comes with the package?"),
+        ("mine", "expected a YAML file; sage-fast init --list shows those that are shipped"),
+        ("mine.yaml", "config mine.yaml: no such file\n"),
+    ],
+)
+def test_train_of_a_shipped_name_says_how_to_begin(
+    name: str,
+    hint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", name]) == 2
+    assert hint in capsys.readouterr().err
+    assert main(["eval", name]) == 2
+    error = capsys.readouterr().err
+    assert ("comes with the package" in hint) == ("comes with the package" in error)
 
 
 def test_init_of_an_unknown_configuration(

@@ -49,13 +49,17 @@ def moments(bias: float, noise: float) -> tuple[Tensor, Tensor]:
 def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
     ratio: str, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     config = settings(objective__ratio=ratio, objective__clip_range=1e-4, train__optimizer_steps=2)
     value = check_rounding(
         *moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), Objective(config), 1e-5
     )
     assert value == pytest.approx(share * 1e-4)
-    (line,) = (" ".join(message.split()) for message in caplog.messages)
+    shown = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(shown) == 1  # in one line if it is fine; the log file has the rest
+    if ratio != "plain":
+        assert shown == [f"rounding: {100 * share:.1g} % of the clip range (fine)"]
+    line = " ".join(caplog.messages[-1].split())
     assert (
         f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)"
         in line

@@ -17,8 +17,10 @@ from sage_fast.algorithm.objective import KL_STRATEGIES
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.loader import build, load
 from sage_fast.config.schema import ModelConfig, Tuning
+from sage_fast.config.shipped import PLANS, shipped_names
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
@@ -36,14 +38,19 @@ from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.tools.phases import PART_OF_PLAN
 from sage_fast.tools.plan import (
     MEASURED_FLOPS,
+    MOST_CPU_SECONDS,
     Plan,
     checkpoint_bytes,
     dry_run,
     format_plan,
+    iteration_flops,
     plan,
     reward_sizes,
+    run_flops,
+    seconds_on_cpu,
 )
 from sage_fast.util.captions import PromptKey
+from scripts.shipped_plans import plans_of
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
@@ -150,8 +157,8 @@ def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
         mean = share * of_plan(slower)[key] + (1 - share) * of_plan(faster)[key]
         assert of_plan(auto)[key] == pytest.approx(mean, rel=1e-9)
     assert 0.8 * 80e9 < sum(auto.memory.values()) < 0.9 * 80e9 < sum(faster.memory.values())
-    assert "a GPU of 80 GB, in which it fits " in format_plan(planned("auto", 80e9))
-    assert "a GPU of 24 GB, in which it does not fit " in format_plan(planned("auto", 24e9))
+    assert " of the 74.51 GiB of a card of 80 GB" in format_plan(planned("auto", 80e9))
+    assert " of the 22.35 GiB of a card of 24 GB" in format_plan(planned("auto", 24e9))
 
 
 def test_graphs_take_their_memory_before_activations() -> None:
@@ -222,6 +229,34 @@ def test_the_second_time_is_at_the_rates_of_a_measured_iteration() -> None:
         found = re.search(rf"^  {part} .* (\S+) s$", text, re.MULTILINE)
         assert found is not None
         assert float(found[1]) == pytest.approx(phases[part]["seconds"], rel=0.01)
+
+
+def test_a_plan_without_a_gpu_is_at_the_rates_of_measured_cores() -> None:
+    """Each part of the demo's iteration takes the seconds that it was measured to take."""
+    measured = ROOT / "benchmarks" / "results" / "2026-11-29-cpu-2-cores-iteration.json"
+    iteration = json.loads(measured.read_text())
+    demo = load(ROOT / iteration["source"])
+    planned = plan(demo, find_spec(demo.model.path))
+    for phase, part in PART_OF_PLAN.items():
+        seconds = seconds_on_cpu({part: iteration_flops(planned)[part]})
+        assert seconds == pytest.approx(iteration["phases"][phase]["eager"], rel=2e-3), part
+    assert not torch.cuda.is_available()
+    text = dry_run(demo, 1, 80e9, may_be_cpu=True)
+    assert "GPU of" not in text
+    assert "H200" not in text
+    assert re.search(r"^  all of the run +\S+ +\S+ min$", text, re.M)
+    assert "CUDA graphs" not in text
+
+
+def test_a_large_model_is_planned_for_gpus_on_a_machine_without_one() -> None:
+    assert seconds_on_cpu(run_flops(plan(build(SIZE)))) > MOST_CPU_SECONDS
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_the_costs_of_a_shipped_configuration_are_those_of_its_plan(name: str) -> None:
+    written = json.loads(PLANS.read_text())
+    assert list(written) == shipped_names()
+    assert written[name] == plans_of(name), "run python -m scripts.shipped_plans"
 
 
 def test_the_run_holds_its_evaluations() -> None:

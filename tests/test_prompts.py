@@ -189,6 +189,7 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("p.csv", "prompt,seed\n", "the nearest is .jsonl"),
         ("p.jsonlines", '{"prompt": "a"}\n', "the nearest is .jsonl"),
         ("p.yaml", "- a cat\n", "the nearest is .jsonl"),
+        ("my_rewards.py", "import torch\n", "a .py file; expected UTF-8 text with one prompt"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(

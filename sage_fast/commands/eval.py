@@ -50,7 +50,8 @@ def add_arguments(add: Callable[..., object]) -> None:
     add(
         "--folder",
         type=TypedFile,
-        help="new or empty folder for videos, table and page (default: evaluation, a new one)",
+        help="new or empty folder for videos, table and page (default: evaluation, or "
+        "evaluation-2 and so on if that exists)",
     )
     add(
         "--json",

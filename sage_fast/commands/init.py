@@ -10,16 +10,14 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from pathlib import Path
 
 from sage_fast.config.loader import load
+from sage_fast.config.shipped import FOLDER, describe_shipped, shipped_names
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest, printable
 from sage_fast.util.files import write_atomic
 from sage_fast.util.paths import TypedFile
-
-_FOLDER = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
 
 OWN = {
     "output": "runs/first",
@@ -57,7 +55,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     add(
         "--list",
         action="store_true",
-        help="show the shipped configurations, what each trains and on what evidence",
+        help="show the shipped configurations: what each trains, on what evidence, memory and time",
     )
 
 
@@ -65,28 +63,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.list:
         if options.folder is not None:
             raise UserError(f"--list writes nothing: expected it without {str(options.folder)!r}")
-        print(printable(list_configurations()))
+        print(printable(describe_shipped()))
         return
     if options.folder is None:
         raise UserError("expected FOLDER, a new one such as my-run, or --list")
     print(printable(init(options.folder, options.config)))
-
-
-def configurations() -> list[str]:
-    """Return the names of the shipped configurations."""
-    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
-
-
-def list_configurations() -> str:
-    """Return the shipped configurations as text: of each its name and the first two lines, which
-    say what it trains and on what evidence."""
-    lines = []
-    for name in configurations():
-        head = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[:2]
-        lines.append(name)
-        lines += [f"  {line.removeprefix('# ')}" for line in head]
-    lines.append("sage-fast init FOLDER --config NAME copies one")
-    return "\n".join(lines)
 
 
 def init(folder: Path, name: str) -> str:
@@ -106,10 +87,10 @@ def init(folder: Path, name: str) -> str:
     Raises:
         UserError: there is no such configuration, or one of the files exists; nothing is written.
     """
-    names = configurations()
+    names = shipped_names()
     if name not in names:
         raise UserError(f"--config {name!r}: {nearest(name, names)}; --list shows them")
-    config = load(_FOLDER / f"{name}.yaml")
+    config = load(FOLDER / f"{name}.yaml")
 
     suffix = Path(config.data.prompts).suffix or ".txt"
     prompt_files: dict[str, str] = {}
@@ -136,9 +117,9 @@ def init(folder: Path, name: str) -> str:
         own |= OWN_REWARD
     else:
         extra.append("slurm.sbatch")
-    texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", own)}
+    texts = {"config.yaml": _own_settings(FOLDER / f"{name}.yaml", own)}
     for file in extra:
-        texts[file] = (_FOLDER / file).read_text(encoding="utf-8")
+        texts[file] = (FOLDER / file).read_text(encoding="utf-8")
     texts |= prompt_files
 
     _write_new(folder, texts, images)
@@ -190,6 +171,6 @@ def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
         f"sage-fast train config.yaml --dry-run{more}  # sizes, memory, time",
         f"{launch} train config.yaml  # or --resume",
         f"sage-fast sample runs/first {prompts}",
-        f"sage-fast eval runs/first  # scores on {heldout}",
+        f"sage-fast eval base runs/first  # scores before and after, on {heldout}",
     ]
     return "\n  ".join(["next:", *commands])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sage_fast.config.loader import keys_of, load
 from sage_fast.config.schema import Config
+from sage_fast.config.shipped import shipped_hint
 from sage_fast.run_folder import RunFolder, check_weights, fault_of_weights, iteration_of
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
@@ -125,7 +126,8 @@ def existing(source: str, expected: str = "a YAML file or a run folder") -> Path
         ]
         close = difflib.get_close_matches(source, runs, n=1)
         question = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"{source!r}: no such file or folder; expected {expected}{question}")
+        hint = question or shipped_hint(path)
+        raise UserError(f"{source!r}: no such file or folder; expected {expected}{hint}")
     return path
 
 

@@ -36,7 +36,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     add(
         "--dry-run",
         action="store_true",
-        help="print sizes, FLOPs, memory and times (rewards: as measured), then stop",
+        help="check prompts and reward, estimate memory and time, then stop",
     )
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
     add(
@@ -81,7 +81,10 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         ranks = options.gpus or launched("WORLD_SIZE", 1)
         gpu_bytes = 1e9 * (options.gpu_memory or DEFAULT_GPU_MEMORY)
         price = options.gpu_price or 0.0
-        print(printable(dry_run(config, ranks, gpu_bytes, price, resume=resume)))
+        asked = (options.gpus, options.gpu_memory, options.gpu_price)
+        may_be_cpu = is_alone and asked == (None, None, None)
+        plan = dry_run(config, ranks, gpu_bytes, price, resume=resume, may_be_cpu=may_be_cpu)
+        print(printable(plan))
         return
     if is_alone:
         check_engine(config.train)

@@ -20,8 +20,10 @@ from typing import Any, get_origin
 import yaml
 
 from sage_fast.config.fields import own_settings, sections, settings_of
+from sage_fast.config.other_trainers import INSTEAD, MEANINGS
 from sage_fast.config.places import placed
 from sage_fast.config.schema import Config, RewardEntry
+from sage_fast.config.shipped import shipped_hint
 from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.files import read_text
 from sage_fast.util.paths import located
@@ -35,76 +37,6 @@ MIN_SIMILARITY = 0.8
 BASES = {"0x": 16, "0o": 8, "0b": 2}
 """How a whole number begins -> its base."""
 
-ALIASES = {
-    **dict.fromkeys(("lr", "learning-rate"), "train.learning_rate"),
-    **dict.fromkeys(
-        ("epochs", "num_epochs", "num_train_epochs", "max_steps", "max_train_steps"),
-        "train.iterations",
-    ),
-    **dict.fromkeys(("fsdp", "deepspeed", "zero_stage", "zero"), "train.engine"),
-    **dict.fromkeys(("beta", "kl_coef", "kl_beta", "init_kl_coef", "kl_weight"), "kl.lambda_max"),
-    **dict.fromkeys(("target_share", "lambda_limit"), "kl.lambda_max"),
-    **dict.fromkeys(
-        ("num_generations", "num_image_per_prompt", "num_videos_per_prompt"), "train.group_size"
-    ),
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "train.batch_size"),
-    **dict.fromkeys(("num_iterations", "num_inner_epochs", "ppo_epochs"), "train.optimizer_steps"),
-    **dict.fromkeys(("optim", "optimizer_type"), "train.optimizer"),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), "train.schedule"),
-    **dict.fromkeys(("lr_warmup_steps", "num_warmup_steps"), "train.warmup_steps"),
-    **dict.fromkeys(("adam_weight_decay", "wd"), "train.weight_decay"),
-    **dict.fromkeys(("adam_epsilon", "epsilon_adam"), "train.eps"),
-    **dict.fromkeys(("clip_grad", "max_norm", "gradient_clip"), "train.max_grad_norm"),
-    **dict.fromkeys(("ema", "use_ema"), "train.ema_decay"),
-    **dict.fromkeys(
-        ("save_steps", "save_freq", "checkpointing_steps"), "train.checkpoint_interval"
-    ),
-    **dict.fromkeys(
-        ("save_total_limit", "checkpoints_total_limit", "num_checkpoint_limit"),
-        "train.keep_checkpoints",
-    ),
-    **dict.fromkeys(("eval_steps", "eval_freq", "eval_every", "validation_steps"), "eval.interval"),
-    **dict.fromkeys(("cliprange", "clip_eps", "clip_epsilon", "epsilon"), "objective.clip_range"),
-    **dict.fromkeys(("adv_clip_max", "advantage_clip"), "objective.advantage_clamp"),
-    **dict.fromkeys(("scale_rewards", "global_std"), "objective.advantage_std"),
-    **dict.fromkeys(("loss_type", "loss"), "objective.surrogate"),
-    **dict.fromkeys(("cfg", "cfg_scale", "guidance", "cfg_infer"), "sampling.guidance_scale"),
-    **dict.fromkeys(
-        ("num_inference_steps", "inference_steps", "num_steps", "sampling_steps"), "sampling.steps"
-    ),
-    **dict.fromkeys(("noise_level", "noise_scale"), "sampling.eta"),
-    **dict.fromkeys(("flow_shift", "timestep_shift", "time_shift"), "sampling.shift"),
-    **dict.fromkeys(("sde_window_size", "window_size"), "sampling.sde_window"),
-    **dict.fromkeys(
-        ("same_latent", "init_same_noise", "same_noise"), "sampling.shared_initial_noise"
-    ),
-    **dict.fromkeys(("scheduler", "solver"), "sampling.sampler"),
-    **dict.fromkeys(("frames", "frame_number", "video_length"), "sampling.num_frames"),
-    **dict.fromkeys(
-        ("model_name_or_path", "pretrained_model_name_or_path", "pretrained_model"), "model.path"
-    ),
-    **dict.fromkeys(("model_id", "checkpoint", "ckpt"), "model.path"),
-    **dict.fromkeys(("lora_path", "adapter", "resume_from_lora"), "model.weights"),
-    **dict.fromkeys(("rank", "lora_r", "r"), "model.lora_rank"),
-    **dict.fromkeys(("alpha",), "model.lora_alpha"),
-    **dict.fromkeys(("target_modules", "lora_target_modules"), "model.lora_targets"),
-    **dict.fromkeys(("use_lora", "use_peft"), "model.tuning"),
-    **dict.fromkeys(("mixed_precision", "torch_dtype", "precision", "bf16", "fp16"), "model.dtype"),
-    **dict.fromkeys(
-        ("attn_implementation", "attn_backend", "attention_backend"), "model.attention"
-    ),
-    **dict.fromkeys(("sp_size", "ulysses_degree", "context_parallel"), "model.sequence_parallel"),
-    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_model", "reward_func"), "reward.name"),
-    **dict.fromkeys(("reward_weights",), "reward.weights"),
-    **dict.fromkeys(
-        ("dataset", "dataset_name", "train_file", "data_json_path", "prompt_file"), "data.prompts"
-    ),
-    **dict.fromkeys(("output_dir", "save_dir", "logdir", "logging_dir"), "output"),
-    **dict.fromkeys(("report_to", "log_with"), "tracking.trackers"),
-    **dict.fromkeys(("project_name", "wandb_project"), "tracking.project"),
-}
-"""Last part of a name in other trainers, or of a setting that is not offered any more -> the
-setting meant."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 
@@ -217,7 +149,11 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         example = next((f", such as {file}" for file in files if file.is_file()), "")
         raise UserError(f"config {path}: a folder; expected a YAML file{example}{again}")
     if not path.exists():
-        raise UserError(f"config {path}: no such file")
+        is_name = not path.suffix and len(path.parts) == 1
+        hint = shipped_hint(path)
+        if is_name and not hint:
+            hint = "; expected a YAML file; sage-fast init --list shows those that are shipped"
+        raise UserError(f"config {path}: no such file{hint}")
     try:
         loaded = parse_yaml(read_text(path))
     except ValueError as error:
@@ -504,7 +440,7 @@ def _unknown(key: str) -> str:
             f"{', '.join(s.name for s in own_settings(sections(Config)[key]))}"
         )
     close = similar(key)
-    question = "--help lists them"
+    question = instead_of(key) or "--help lists them"
     if close:
         question = f"did you mean {' or '.join(map(repr, close))}?"
     return f"unknown setting {textwrap.shorten(key, 60)!r}; {question}"
@@ -523,12 +459,24 @@ def similar(key: str) -> list[str]:
     for name, setting in settings_of(Config).items():
         by_field.setdefault(setting.field, []).append(name)
 
-    meant = ALIASES.get(last)
-    if meant is not None:
-        own = f"{section}.{settings_of(Config)[meant].field}"  # eval.cfg is eval.guidance_scale
-        return [own if own in settings_of(Config) else meant]
-    named = by_field.get(last) or by_field.get(_misspelt(last, by_field), [])
+    own_name = by_field.get(last)
+    meant = MEANINGS.get(last)
+    if meant is not None and own_name is None:
+        named = []
+        for setting in meant:
+            field = settings_of(Config)[setting].field
+            in_section = f"{section}.{field}"  # eval.cfg is eval.guidance_scale
+            named.append(in_section if in_section in settings_of(Config) else setting)
+        return named
+    named = own_name or by_field.get(_misspelt(last, by_field), [])
     return [name for name in named if name.startswith(f"{section}.")] or named
+
+
+def instead_of(key: str) -> str:
+    """Return what there is here for a name of other trainers that is no setting, such as
+    `resume_from_checkpoint`; "" if the name is not known."""
+    last = key.rpartition(".")[2].replace("-", "_")
+    return INSTEAD.get(last, "")
 
 
 def _misspelt(word: str, known: Iterable[str]) -> str:

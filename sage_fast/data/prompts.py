@@ -38,6 +38,8 @@ UNSUPPORTED_SUFFIXES = (
     ".xlsx",
 )
 """Suffixes that would wrongly be read as text."""
+CODE_SUFFIXES = (".py", ".ipynb", ".sh", ".sbatch", ".html")
+"""Suffixes of text that holds no prompts."""
 SETS = {
     "testbed:train": "sage_fast.testbed.world:train_prompts",
     "testbed:heldout": "sage_fast.testbed.world:heldout_prompts",
@@ -153,6 +155,8 @@ def read_prompts(source: str) -> list[Prompt]:
     suffix = Path(source).suffix.lower()
     if suffix in UNSUPPORTED_SUFFIXES:
         raise UserError(f"prompt file {source!r}: expected {FORMATS}; the nearest is .jsonl")
+    if suffix in CODE_SUFFIXES:
+        raise UserError(f"prompt file {source!r}: a {suffix} file; expected {FORMATS}")
     # splitlines() also splits at form feeds, ... A mark may be anywhere in a file that was put
     # together from several.
     split = re.split("\r\n|\r|\n", _text_of(source).replace("\ufeff", ""))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sage_fast.eval.gains import GainRow, hacking, table
 from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.videoset import VideoSet
+from sage_fast.util.console import counted
 from sage_fast.util.errors import UserError
 from sage_fast.util.meters import JUDGE_PART
 
@@ -110,8 +111,8 @@ def summary(rows: Sequence[GainRow]) -> str:
     videos, prompts = max(counts)
     fewer = "" if len(counts) < 2 else "up to "
     intervals = "± is a 95 % interval" if any(row.margin is not None for row in rows) else TOO_FEW
-    counted_videos = "1 video" if videos == 1 else f"{videos} videos"
-    counted_prompts = "1 prompt" if prompts == 1 else f"{prompts} prompts"
+    counted_videos = counted(videos, "video")
+    counted_prompts = counted(prompts, "prompt")
     return f"{fewer}{counted_videos} of {counted_prompts} each; {intervals}"
 
 

@@ -24,7 +24,7 @@ from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render, training_cards
 from sage_fast.run_folder import STEPS, RunFolder
-from sage_fast.util.console import wrapped
+from sage_fast.util.console import counted, wrapped
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, json_value, write_atomic
@@ -315,8 +315,8 @@ def _status(
         return f"{state}: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))
     if not seconds:
-        return f"{done} iterations."
-    return f"{done} iterations in {seconds / 60:.3g} min of training."
+        return f"{counted(done, 'iteration')}."
+    return f"{counted(done, 'iteration')} in {seconds / 60:.3g} min of training."
 
 
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:

@@ -302,5 +302,10 @@ def check_rounding(
     )
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")
-    log.info(wrapped(f"{found}, more than a tenth: {advice}" if share > 0.1 else found))
+    if share > 0.1:
+        log.info(wrapped(f"{found}, more than a tenth: {advice}"))
+    else:
+        name = setting.replace("_", " ")
+        log.info(f"rounding: {100 * share:.1g} % of the {name} (fine)")
+        log.debug(found)  # only into the log file
     return value

@@ -22,10 +22,11 @@ from sage_fast.config.schema import Config
 from sage_fast.run.preflight import check_new
 from sage_fast.run.resume import check_kept
 from sage_fast.run_folder import SKIPPED, RunFolder, iteration_of, iteration_of_weights
-from sage_fast.util.console import wrapped
+from sage_fast.util.console import counted, wrapped
 from sage_fast.util.errors import RunError, UserError, reason
 from sage_fast.util.files import (
     PARTIAL,
+    WRITE_ERRORS,
     FolderLock,
     discard,
     only_safer,
@@ -99,13 +100,13 @@ def check_checkpoints(run: RunFolder) -> None:
 def _trace_of_checkpoints(run: RunFolder) -> str | None:
     """Return what says that a run has written a checkpoint; None if it has not."""
     if (newest := run.facts.get("checkpoint")) is not None:
-        return f"the run has written one after {newest} iterations"
+        return f"the run has written one after {counted(newest, 'iteration')}"
     if "weights" in run.remains:
         return "weights/ holds what the run has trained"
     if holds_file(run.path / "eval" / "after.json"):
         return "eval/after.json is of the trained weights"
     if run.rows and "checkpoint" not in run.facts:  # of a version that did not write it down
-        return f"metrics.jsonl has the lines of {len(run.rows)} iterations"
+        return f"metrics.jsonl has the lines of {counted(len(run.rows), 'iteration')}"
     return None
 
 
@@ -154,10 +155,12 @@ class Claim:
         self._line = ""
 
     def lock(self, lock: FolderLock) -> str | None:
-        """Lock the file and write into it who has it; return why not, if another process has it."""
+        """Lock the file and write into it who has it; return why not, as `_make`, if another
+        process has it."""
         if not lock.acquire():
             user = self._lines()[0][:200]
-            return f"another run is using it ({user or 'it has just begun'})"
+            user = user or "it has just begun"
+            return f"another run is using it ({user}); wait for its end, or"
         self._write(self._lines()[1])
         return None
 
@@ -237,8 +240,9 @@ def locked(folder: Path) -> Iterator[Claim]:
     failure = None
     if rank() == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            refused = claim.lock(lock)
+            refused = _make(folder)
+            if refused is None:
+                refused = claim.lock(lock)
         except OSError as error:  # raised only after the broadcast that the other ranks wait for
             failure = error
             refused = f"cannot be locked: {error}"
@@ -249,8 +253,8 @@ def locked(folder: Path) -> Iterator[Claim]:
             raise failure
         if refused is not None:
             raise UserError(
-                f"output = {str(folder)!r}: {refused}; wait for its end, or choose another folder "
-                "with --output; nothing was changed"
+                f"output = {str(folder)!r}: {refused} choose another folder with --output; nothing "
+                "was changed"
             )
         probe_run_folder(run)
         yield claim
@@ -261,6 +265,22 @@ def locked(folder: Path) -> Iterator[Claim]:
                 for path in made:
                     path.rmdir()
         lock.release()
+
+
+def _make(folder: Path) -> str | None:
+    """Make the output folder; return why none can be there, as the first half of a sentence that
+    ends with `choose another folder`.
+
+    Raises:
+        OSError: the disk is full, read-only or broken, or its quota used up.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in WRITE_ERRORS:
+            raise
+        return f"cannot be made: {error.strerror};"
+    return None
 
 
 def probe_run_folder(run: RunFolder) -> None:
@@ -350,7 +370,7 @@ def forget_beyond(run: RunFolder, done: int) -> None:
         if row["iteration"] >= done
     ]
     if len(undone) > 1:
-        undone = [f"the lines of {len(undone)} iterations"]
+        undone = [f"the lines of {counted(len(undone), 'iteration')}"]
     for name in run.evaluations_beyond(done):
         undone.append(f"the evaluation {name}")
         take_away(run.evaluation_file(name))
@@ -371,9 +391,8 @@ def forget_beyond(run: RunFolder, done: int) -> None:
         undone.append(f"the final weights, which are now in {aside.name}")
     if undone:
         take_away(run.report_file)
-        log.info(
-            wrapped(f"note: the run continues after {done} iterations; undone: {', '.join(undone)}")
-        )
+        after = counted(done, "iteration")
+        log.info(wrapped(f"note: the run continues after {after}; undone: {', '.join(undone)}"))
 
 
 def _unused(path: Path) -> Path:

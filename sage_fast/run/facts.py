@@ -14,7 +14,7 @@ from sage_fast.run import claim
 from sage_fast.run.messages import method_of
 from sage_fast.run_folder import RunFolder
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import wrapped
+from sage_fast.util.console import counted, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.files import write_json
 from sage_fast.util.ranks import rank, world_size
@@ -69,7 +69,7 @@ def describe(
         write_json(facts, RunFolder(run).facts_file)
 
     lines = [
-        f"{facts['device']} x {world_size()}, {facts['threads']} threads",
+        f"{facts['device']} x {world_size()}, {counted(facts['threads'], 'thread')}",
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",

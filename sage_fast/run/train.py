@@ -36,7 +36,7 @@ from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.stop import Stop
 from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import leave_logs, log_to, wrapped
+from sage_fast.util.console import counted, leave_logs, log_to, wrapped
 from sage_fast.util.errors import RankError, Stopped, UserError
 from sage_fast.util.files import writing
 from sage_fast.util.ranks import (
@@ -370,7 +370,7 @@ class Run:
         reasons = [reason for reason in all_gather_object(self._stop_reason) if reason is not None]
         if not reasons:
             return None
-        log.info(wrapped(f"ends after {self.iteration} iterations: {reasons[0]}"))
+        log.info(wrapped(f"ends after {counted(self.iteration, 'iteration')}: {reasons[0]}"))
         return reasons[0]
 
     def _save_last_complete(self, last: _Completed | None, error: BaseException) -> None:
@@ -378,21 +378,19 @@ class Run:
         if self.trainer.mid_iteration and (last is None or not last.restore(self.trainer)):
             self._say_what_is_lost()
             return
+        done = counted(self.iteration, "iteration")
         states = None
         if last is not None and last.iteration == self.iteration:
             states = last.states  # the iteration after it has begun: callbacks are ahead
         try:
             self._checkpoint_in_spite_of_callbacks(states, last)
         except (OSError, RankError) as second:
-            log.info(
-                f"stopped after {self.iteration} iterations, and no checkpoint could be written: "
-                f"{second}"
-            )
+            log.info(f"stopped after {done}, and no checkpoint could be written: {second}")
             if isinstance(error, Stopped):  # its exit status would claim that nothing is lost
                 raise
         else:
             first = "" if isinstance(error, Stopped) else "fix the cause, then "
-            log.info(f"stopped after {self.iteration} iterations; {first}continue with --resume")
+            log.info(f"stopped after {done}; {first}continue with --resume")
 
     def _checkpoint_in_spite_of_callbacks(
         self, states: dict[str, Any] | None, last: _Completed | None
@@ -479,7 +477,7 @@ class Run:
         for warning in config_warnings(resolved, self.setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))
         if resume and self.iteration:
-            log.info(f"resumed after {self.iteration} iterations")
+            log.info(f"resumed after {counted(self.iteration, 'iteration')}")
         elif resume:
             log.info("no checkpoint: starting at iteration 1")
 

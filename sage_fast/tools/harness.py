@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sage_fast.util.console import counted
 from sage_fast.util.environment import synchronize
 
 BURST_FLOPS = 789e12
@@ -50,7 +51,7 @@ def head_line(environment: Mapping[str, Any]) -> str:
     """Format the first line of every table: device, threads, versions, date."""
     parts = [
         environment["device"],
-        f"{environment['threads']} threads",
+        counted(environment["threads"], "thread"),
         f"torch {environment['torch']}",
     ]
     parts += [str(environment[key]) for key in ("dtype", "operators", "date") if key in environment]

@@ -14,6 +14,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.iteration_plan import plan_iteration, share_of
@@ -59,6 +61,18 @@ PLANNED_ITERATIONS = 200
 MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
 """Part -> FLOP/s of one H200 with FlashAttention 4, at 480p and 81 frames with a LoRA:
 `2026-11-27-h200-iteration.json` in benchmarks/results."""
+
+
+MEASURED_CPU_FLOPS = {
+    "rollout": 4.644e10,
+    "decode": 1.821e11,
+    "anchor": 4.936e10,
+    "training": 6.852e10,
+}
+"""Part -> FLOP/s of two CPU cores (AMD EPYC) with the testbed:
+`2026-11-29-cpu-2-cores-iteration.json` in benchmarks/results."""
+MOST_CPU_SECONDS = 7 * 86400
+"""A run that would take longer on CPU cores is planned for GPUs."""
 
 
 DURATIONS = (
@@ -342,6 +356,86 @@ def _exported_bytes(model: ModelConfig, policy: Policy) -> float:
     return 4.0 * sum(p.numel() for p in exported.values())
 
 
+def iteration_flops(plan: Plan) -> dict[str, float]:
+    """Return part -> FLOPs of an iteration on the GPU with the most of them."""
+    parts = [part for part in plan.flops if part != "forward"]
+    return {part: plan.flops[part] * plan.busiest[part] for part in parts}
+
+
+def run_flops(plan: Plan) -> dict[str, float]:
+    """Return part -> FLOPs of the whole run, with its evaluations, on the GPU with the most."""
+    evaluation = evaluation_flops(plan)
+    count = plan.evaluations.count
+    whole_run = {}
+    for part, of_iteration in iteration_flops(plan).items():
+        whole_run[part] = plan.iterations * of_iteration + count * evaluation.get(part, 0)
+    return whole_run
+
+
+def evaluation_flops(plan: Plan) -> dict[str, float]:
+    """Return part -> FLOPs of an evaluation on the GPU with the most of them."""
+    e = plan.evaluations
+    return {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
+
+
+def seconds_on_cpu(flops: Mapping[str, float]) -> float:
+    """Return the time of the parts' FLOPs on two CPU cores, at measured rates."""
+    return sum(work / MEASURED_CPU_FLOPS[part] for part, work in flops.items())
+
+
+def format_cpu_plan(plan: Plan, reward: float = 0.0) -> str:
+    """Format the plan of a run on this machine's CPU for a terminal; `reward` as in
+    `format_plan`."""
+    memory = {part: size for part, size in plan.memory.items() if part != "CUDA graphs"}
+    iteration = iteration_flops(plan)
+    lines = [
+        *_format_model(plan),
+        "",
+        f"one iteration: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
+        _line("", "forwards", "FLOPs", "on 2 cores", width=29),
+    ]
+    for part, work in iteration.items():
+        seconds = _duration(seconds_on_cpu({part: work}))
+        forwards = plan.forwards.get(part)
+        count = f"{forwards:,}" if forwards else ""
+        lines.append(_line(part, count, f"{work:.3g}", seconds, width=29))
+    if reward > 0:
+        lines.append(_line("rewards, by metrics.jsonl", "", "", _duration(reward), width=29))
+    together = sum(iteration.values())
+    seconds = _duration(reward + seconds_on_cpu(iteration))
+    lines.append(_line("together", "", f"{together:.3g}", seconds, width=29))
+
+    e = plan.evaluations
+    whole_run = run_flops(plan)
+    run_seconds = plan.iterations * reward + seconds_on_cpu(whole_run)
+    evaluation = _duration(seconds_on_cpu(evaluation_flops(plan)))
+    not_counted = "" if reward else " Rewards are not counted."
+    lines += [
+        "",
+        f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
+        _line("one evaluation", "", f"{e.flops:.3g}", evaluation, width=29),
+        _line(
+            "all of the run", "", f"{sum(whole_run.values()):.3g}", _duration(run_seconds), width=29
+        ),
+        textwrap.fill(
+            "'on 2 cores' is at the rates that two quiet cores of an AMD EPYC reached with the "
+            "testbed; on busy cores the same run has taken three times as long."
+            f"{not_counted} --gpus 1 plans for a GPU.",
+            80,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        ),
+        "",
+        f"memory while it trains, engine {plan.engine}",
+        *(_line(part, format_bytes(size)) for part, size in memory.items()),
+        _line("together", format_bytes(sum(memory.values()))),
+        "  Not counted: Python and PyTorch themselves.",
+        "",
+        *_format_disk(plan),
+    ]
+    return "\n".join(text.rstrip() for text in lines)
+
+
 def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
     """Format a plan for a terminal, first of all what to do if it does not fit.
 
@@ -362,22 +456,15 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         lines += textwrap.wrap(f"This does not fit: {sizes}. Try {REMEDIES}.", 80)
         lines.append("")
     lines += [
-        "model",
-        _line("parameters", _count(plan.parameters)),
-        _line("trained parameters", _count(plan.trainable)),
-        _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
-        _line("tokens of a video", f"{plan.tokens:,}"),
+        *_format_model(plan),
         "",
         *_format_work(plan, gpus, price, reward),
         "",
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
         _line("together", format_bytes(together)),
-        _line(
-            f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it "
-            f"{'fits' if fits else 'does not fit'}",
-            format_bytes(plan.gpu_memory),
-        ),
+        f"  {'fits' if fits else 'does not fit'}: {together / 2**30:.2f} of the "
+        f"{plan.gpu_memory / 2**30:.2f} GiB of a card of {plan.gpu_memory / 1e9:g} GB",
         *textwrap.wrap(
             f"Not counted: {', '.join(plan.uncounted)}.",
             80,
@@ -386,13 +473,29 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         ),
         *in_host_memory,
         "",
+        *_format_disk(plan),
+    ]
+    return "\n".join(text.rstrip() for text in lines)
+
+
+def _format_model(plan: Plan) -> list[str]:
+    return [
+        "model",
+        _line("parameters", _count(plan.parameters)),
+        _line("trained parameters", _count(plan.trainable)),
+        _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
+        _line("tokens of a video", f"{plan.tokens:,}"),
+    ]
+
+
+def _format_disk(plan: Plan) -> list[str]:
+    return [
         "start and disk",
         _line("host memory of a node while it loads", format_bytes(plan.loaded)),
         _line("a checkpoint, to which each rank writes", format_bytes(plan.checkpoint)),
         *(_line(part, format_bytes(count)) for part, count in plan.disk.items()),
         _line("disk, without videos and embeddings", format_bytes(sum(plan.disk.values()))),
     ]
-    return "\n".join(text.rstrip() for text in lines)
 
 
 def _line(label: str, *cells: str, width: int = 41) -> str:
@@ -413,12 +516,10 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
     together = sum(parts.values())
     e = plan.evaluations
 
-    # FLOPs of the GPU with the most work: in an iteration, in an evaluation, in the whole run
-    longest = {part: flops * plan.busiest[part] for part, flops in parts.items()}
-    evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
-    whole_run = {}
-    for part, of_iteration in longest.items():
-        whole_run[part] = plan.iterations * of_iteration + e.count * evaluation.get(part, 0)
+    # FLOPs of the GPU with the most work
+    longest = iteration_flops(plan)
+    evaluation = evaluation_flops(plan)
+    whole_run = run_flops(plan)
 
     waited = plan.iterations * reward
     hours = [plan.ranks * (waited + seconds) / 3600 for seconds in seconds_on_a_gpu(whole_run)]
@@ -498,8 +599,30 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def plan_of_run(config: Config, spec: Spec, *, ranks: int, gpu_memory: float) -> Plan:
+    """Return the plan of a run with its rewards, and with as many prompts in an evaluation as there
+    are.
+
+    Raises:
+        UserError: prompts or a reward are missing.
+    """
+    _, heldout = configured_prompts(config.data)
+    evaluated = min(config.eval.num_prompts, len(heldout))
+    config = dataclasses.replace(
+        config, eval=dataclasses.replace(config.eval, num_prompts=evaluated)
+    )
+    sizes = reward_sizes(config.named_rewards)
+    return plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
+
+
 def dry_run(
-    config: Config, ranks: int, gpu_memory: float, price: float = 0.0, *, resume: bool = False
+    config: Config,
+    ranks: int,
+    gpu_memory: float,
+    price: float = 0.0,
+    *,
+    resume: bool = False,
+    may_be_cpu: bool = False,
 ) -> str:
     """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads
     no weights.
@@ -508,6 +631,9 @@ def dry_run(
         for another one.
 
     If a run is in the output folder, what its iterations waited for rewards enters the times.
+
+    Args:
+        may_be_cpu: plan for CPU cores if this machine has no GPU and the run is small enough.
 
     Raises:
         UserError: the settings are impossible, `model.path` is not a checkpoint, prompts or a
@@ -527,18 +653,18 @@ def dry_run(
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     check_captions([*train, *heldout], spec)
     warnings = config_warnings(resolved, spec.distillation)
-    evaluated = min(config.eval.num_prompts, len(heldout))
-    config = dataclasses.replace(
-        config, eval=dataclasses.replace(config.eval, num_prompts=evaluated)
-    )
     data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
-    sizes = reward_sizes(config.named_rewards)
     waits = []  # of the iterations of a run that is there
     for row in RunFolder(config.output).rows:
         if isinstance(row.get("time/reward"), float):
             waits.append(row["time/reward"])
-    planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
-    costs = format_plan(planned, price, statistics.median(waits) if waits else 0.0)
+    planned = plan_of_run(config, spec, ranks=ranks, gpu_memory=gpu_memory)
+    reward = statistics.median(waits) if waits else 0.0
+    is_small = seconds_on_cpu(run_flops(planned)) <= MOST_CPU_SECONDS
+    if may_be_cpu and is_small and not torch.cuda.is_available():
+        costs = format_cpu_plan(planned, reward)
+    else:
+        costs = format_plan(planned, price, reward)
     method = wrapped(method_of(resolved.objective, config.sampling))
     return f"{obstacle}{method}\n\n{data}\n\n{costs}"
 
@@ -556,10 +682,8 @@ def _format_data(
     lines = ["prompts and rewards"]
     notes: list[str] = []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
-    held = (
-        f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {config.eval.num_prompts} "
-        "are evaluated"
-    )
+    evaluated = min(config.eval.num_prompts, len(heldout))
+    held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {evaluated} are evaluated"
     lines.append(f"  {config.data.eval_prompts}: {held}")
     for key, entry in config.named_rewards.items():
         weights = " + ".join(f"{weight:g} {part}" for part, weight in entry.weights.items())
