@@ -462,11 +462,11 @@ def similar(key: str) -> list[str]:
     own_name = by_field.get(last)
     meant = MEANINGS.get(last)
     if meant is not None and own_name is None:
-        named = []
-        for setting in meant:
-            field = settings_of(Config)[setting].field
+        named: list[str] = []
+        for role in meant:
+            field = settings_of(Config)[role].field
             in_section = f"{section}.{field}"  # eval.cfg is eval.guidance_scale
-            named.append(in_section if in_section in settings_of(Config) else setting)
+            named.append(in_section if in_section in settings_of(Config) else role)
         return named
     named = own_name or by_field.get(_misspelt(last, by_field), [])
     return [name for name in named if name.startswith(f"{section}.")] or named
