@@ -283,6 +283,7 @@ def test_the_page_has_the_metrics_and_files_of_a_run(tmp_path: Path) -> None:
     metrics, some_metrics, files, some_files = tables("reference/metrics.md")
     config = str(REPOSITORY / "configs" / "recipes" / "paper.yaml")
     few = arguments(train__iterations=2, eval__interval=1, eval__num_prompts=2)
+    few += arguments(tracking__training_videos_interval=1)
     assert main(["train", config, "--output", str(tmp_path / "run"), *SMALL, *few]) == 0
 
     def of(names: list[str], found: set[str]) -> set[str]:

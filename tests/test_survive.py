@@ -547,7 +547,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(plac
     assert [place.server.wait(process) for process in ranks] == [1, 1]
     log = place.log("nan")
     assert log.count("the loss is nan at optimizer step 3; nothing was updated") == 2, log
-    assert "stopped after 1 iterations; fix the cause, then continue with --resume" in log
+    assert "stopped after 1 iteration; fix the cause, then continue with --resume" in log
     run = place.here / "nan"
     assert (
         [iteration_of(folder) for folder in RunFolder(run).checkpoints()]

@@ -13,6 +13,7 @@ from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.errors import UserError
 from sage_fast.util.meters import JUDGE_PART
+from sage_fast.util.text import counted
 
 
 class Comparison(NamedTuple):
@@ -70,7 +71,8 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
     notes = []
     if ours != theirs:
         notes.append(
-            f"{names} have {len(ours & theirs)} videos of the same prompts: gains are over these."
+            f"{names} have {counted(len(ours & theirs), 'video')} of the same prompts: gains are "
+            "over these."
         )
     if first.seeds and other.seeds:
         seeds = dict(zip(first.keys, first.seeds))
@@ -110,9 +112,8 @@ def summary(rows: Sequence[GainRow]) -> str:
     videos, prompts = max(counts)
     fewer = "" if len(counts) < 2 else "up to "
     intervals = "± is a 95 % interval" if any(row.margin is not None for row in rows) else TOO_FEW
-    counted_videos = "1 video" if videos == 1 else f"{videos} videos"
-    counted_prompts = "1 prompt" if prompts == 1 else f"{prompts} prompts"
-    return f"{fewer}{counted_videos} of {counted_prompts} each; {intervals}"
+    pairs = f"{counted(videos, 'video')} of {counted(prompts, 'prompt')}"
+    return f"{fewer}{pairs} each; {intervals}"
 
 
 def _with_margin(value: float, margin: float | None, *, sign: bool = False) -> str:

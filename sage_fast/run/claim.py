@@ -38,6 +38,7 @@ from sage_fast.util.files import (
 )
 from sage_fast.util.presence import check_readable, holds_file
 from sage_fast.util.ranks import barrier, broadcast_object, fail_together, rank
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +100,13 @@ def check_checkpoints(run: RunFolder) -> None:
 def _trace_of_checkpoints(run: RunFolder) -> str | None:
     """Return what says that a run has written a checkpoint; None if it has not."""
     if (newest := run.facts.get("checkpoint")) is not None:
-        return f"the run has written one after {newest} iterations"
+        return f"the run has written one after {counted(newest, 'iteration')}"
     if "weights" in run.remains:
         return "weights/ holds what the run has trained"
     if holds_file(run.path / "eval" / "after.json"):
         return "eval/after.json is of the trained weights"
     if run.rows and "checkpoint" not in run.facts:  # of a version that did not write it down
-        return f"metrics.jsonl has the lines of {len(run.rows)} iterations"
+        return f"metrics.jsonl has the lines of {counted(len(run.rows), 'iteration')}"
     return None
 
 
@@ -350,7 +351,7 @@ def forget_beyond(run: RunFolder, done: int) -> None:
         if row["iteration"] >= done
     ]
     if len(undone) > 1:
-        undone = [f"the lines of {len(undone)} iterations"]
+        undone = [f"the lines of {counted(len(undone), 'iteration')}"]
     for name in run.evaluations_beyond(done):
         undone.append(f"the evaluation {name}")
         take_away(run.evaluation_file(name))
@@ -372,7 +373,10 @@ def forget_beyond(run: RunFolder, done: int) -> None:
     if undone:
         take_away(run.report_file)
         log.info(
-            wrapped(f"note: the run continues after {done} iterations; undone: {', '.join(undone)}")
+            wrapped(
+                f"note: the run continues after {counted(done, 'iteration')}; undone: "
+                f"{', '.join(undone)}"
+            )
         )
 
 

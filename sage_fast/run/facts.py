@@ -18,6 +18,7 @@ from sage_fast.util.console import wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.files import write_json
 from sage_fast.util.ranks import rank, world_size
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def describe(
         write_json(facts, RunFolder(run).facts_file)
 
     lines = [
-        f"{facts['device']} x {world_size()}, {facts['threads']} threads",
+        f"{facts['device']} x {world_size()}, {counted(facts['threads'], 'thread')}",
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",

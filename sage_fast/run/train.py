@@ -47,6 +47,7 @@ from sage_fast.util.ranks import (
     shutdown,
     world_size,
 )
+from sage_fast.util.text import counted
 from sage_fast.util.videos import check_encoder
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def train(
         callbacks: called after those of the setting `callbacks`, and before the run's own.
         reward_funcs: replace the rewards of the settings: a function (videos, prompts) -> `[B]`, or
             part -> `[B]`; an object or class with such a method `score`; or a list of them.
-        resume: continue the run in the folder, from its newest checkpoint.
+        resume: continue the run in the folder, from its newest checkpoint; begin it if there is
+            none yet.
 
     Returns:
         The run, complete: `run.folder`, `run.metrics`.
@@ -90,6 +92,10 @@ def _train(
     reward_objects: dict[str, Any] = {}
     if reward_funcs is not None:
         config, reward_objects = with_reward_objects(config, reward_funcs)
+    if resume and not RunFolder(config.output).can_continue():
+        # alike on all ranks: none writes there before all have checked their settings
+        resume = False
+        log.info(f"no run in {config.output} yet: it begins")
     check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
@@ -371,7 +377,7 @@ class Run:
         reasons = [reason for reason in all_gather_object(self._stop_reason) if reason is not None]
         if not reasons:
             return None
-        log.info(wrapped(f"ends after {self.iteration} iterations: {reasons[0]}"))
+        log.info(wrapped(f"ends after {counted(self.iteration, 'iteration')}: {reasons[0]}"))
         return reasons[0]
 
     def _save_last_complete(self, last: _Completed | None, error: BaseException) -> None:
@@ -386,14 +392,15 @@ class Run:
             self._checkpoint_in_spite_of_callbacks(states, last)
         except (OSError, RankError) as second:
             log.info(
-                f"stopped after {self.iteration} iterations, and no checkpoint could be written: "
-                f"{second}"
+                f"stopped after {counted(self.iteration, 'iteration')}, and no checkpoint could be "
+                f"written: {second}"
             )
             if isinstance(error, Stopped):  # its exit status would claim that nothing is lost
                 raise
         else:
             first = "" if isinstance(error, Stopped) else "fix the cause, then "
-            log.info(f"stopped after {self.iteration} iterations; {first}continue with --resume")
+            done = counted(self.iteration, "iteration")
+            log.info(f"stopped after {done}; {first}continue with --resume")
 
     def _checkpoint_in_spite_of_callbacks(
         self, states: dict[str, Any] | None, last: _Completed | None
@@ -417,7 +424,7 @@ class Run:
         kept = RunFolder(self.folder).checkpoints()
         start = "from the beginning"
         if kept:
-            start = f"from the checkpoint of {iteration_of(kept[-1])} iterations"
+            start = f"from the checkpoint of {counted(iteration_of(kept[-1]), 'iteration')}"
         log.info(
             f"stopped within iteration {self.iteration + 1}, whose updates are lost; continue with "
             f"--resume, {start}"
@@ -443,9 +450,9 @@ class Run:
         if newest is not None and newest > self.iteration:
             log.info(
                 wrapped(
-                    f"note: the checkpoint of {newest} iterations, the newest that the run has "
-                    f"written, cannot be used: iterations {self.iteration + 1} to {newest} are "
-                    "done again"
+                    f"note: the checkpoint of {counted(newest, 'iteration')}, the newest that the "
+                    f"run has written, cannot be used: iterations {self.iteration + 1} to {newest} "
+                    "are done again"
                 )
             )
         if self.is_main:  # only after every check of the new settings
@@ -480,7 +487,7 @@ class Run:
         for warning in config_warnings(resolved, self.setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))
         if resume and self.iteration:
-            log.info(f"resumed after {self.iteration} iterations")
+            log.info(f"resumed after {counted(self.iteration, 'iteration')}")
         elif resume:
             log.info("no checkpoint: starting at iteration 1")
 

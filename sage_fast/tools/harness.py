@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sage_fast.util.environment import synchronize
+from sage_fast.util.text import counted
 
 BURST_FLOPS = 789e12
 """FLOP/s of a large bf16 matrix product in a burst on one H200, whose bursts were 757 to 797
@@ -50,7 +51,7 @@ def head_line(environment: Mapping[str, Any]) -> str:
     """Format the first line of every table: device, threads, versions, date."""
     parts = [
         environment["device"],
-        f"{environment['threads']} threads",
+        counted(environment["threads"], "thread"),
         f"torch {environment['torch']}",
     ]
     parts += [str(environment[key]) for key in ("dtype", "operators", "date") if key in environment]
