@@ -369,7 +369,7 @@ def test_what_is_no_method_may_begin_as_a_hook_does(tmp_path: Path) -> None:
         def _on_fall(self) -> None:
             raise AssertionError
 
-    Callbacks([Own(), Profiler([1])], built_in(config(tmp_path / "run"), Evaluations()))
+    Callbacks([Own(), Profiler(iterations=[1])], built_in(config(tmp_path / "run"), Evaluations()))
 
 
 def test_the_hooks_of_other_libraries_stand_for_ours() -> None:
