@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from sage_fast.algorithm.rows import find_row
@@ -72,7 +73,7 @@ def _checked(found: Any) -> Any:
     return found
 
 
-def _check_args(kind: type, args: dict[str, Any], where: str) -> None:
+def _check_args(kind: type, args: Mapping[str, Any], where: str) -> None:
     signature = inspect.signature(kind)
     try:
         signature.bind(**args)
