@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sage_fast.util.console import counted
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 

@@ -113,6 +113,16 @@ class RunFolder:
             holds_file(file) for file in (self.facts_file, self.metrics_file, self.lock_file)
         )
 
+    def can_continue(self) -> bool:
+        """Whether a run is here that can be continued. If not, a run that was to be resumed begins.
+
+        Raises:
+            UserError: a run has left files, and its settings are missing.
+        """
+        if not self.exists and holds_folder(self.path) and self.remains:
+            self.check()  # a run without its settings is none that begins
+        return self.exists
+
     def check_resumable(self) -> None:
         """Check that the folder holds a run to resume.
 

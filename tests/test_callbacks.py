@@ -16,8 +16,11 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sage_fast.callbacks.built_in import built_in
 from sage_fast.callbacks.columns import counts_and_edges, make_plain
-from sage_fast.callbacks.dispatch import CallbackError, Callbacks
+from sage_fast.callbacks.dispatch import HOOKS as ALL_HOOKS
+from sage_fast.callbacks.dispatch import HOOKS_ELSEWHERE, CallbackError, Callbacks
+from sage_fast.callbacks.evaluations import Evaluations
 from sage_fast.callbacks.interface import Callback, Histogram, Rollouts
 from sage_fast.callbacks.metrics import Metrics as BuiltInMetrics
 from sage_fast.callbacks.profiler import Profiler
@@ -328,6 +331,53 @@ def test_two_of_one_name_and_what_is_no_callback_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("on_iteration_finish", "on_iteration_end"),
+        ("on_rollouts_end", "on_rollout_end"),
+        *HOOKS_ELSEWHERE.items(),
+    ],
+)
+def test_a_method_that_would_never_be_called_is_refused(
+    name: str, hook: str, tmp_path: Path
+) -> None:
+    def method(*_: Any) -> None:
+        raise AssertionError
+
+    kind = type("Foreign", (Callback,), {name: method})
+    expected = (
+        f"callback .*:(Foreign|Odd): {name} is no hook, and would never be called .*; did you mean "
+        f"'{hook}'"
+    )
+    for callback in (kind(), Odd(**{name: method})):
+        with pytest.raises(UserError, match=expected):
+            train(config(tmp_path / "run"), callbacks=[callback])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_method_may_begin_as_a_hook_does(tmp_path: Path) -> None:
+    class Own(Callback):
+        on_gpu = False
+
+        def __init__(self) -> None:
+            self.on_disk = True
+
+        @property
+        def on_read(self) -> None:
+            raise AssertionError
+
+        def _on_fall(self) -> None:
+            raise AssertionError
+
+    Callbacks([Own(), Profiler(iterations=[1])], built_in(config(tmp_path / "run"), Evaluations()))
+
+
+def test_the_hooks_of_other_libraries_stand_for_ours() -> None:
+    assert set(HOOKS_ELSEWHERE.values()) <= set(ALL_HOOKS)
+    assert not HOOKS_ELSEWHERE.keys() & set(ALL_HOOKS)
+
+
+@pytest.mark.parametrize(
     ("values", "bins"),
     [
         (["a"], None),
@@ -507,7 +557,7 @@ def test_a_callback_ends_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert after is not None
     assert after["iteration"] == 1
     assert RunFolder(run.folder).facts["stopped"] == "a part of the reward falls"
-    assert "ends after 1 iterations: a part of the reward falls" in " ".join(caplog.text.split())
+    assert "ends after 1 iteration: a part of the reward falls" in " ".join(caplog.text.split())
 
     resumed = train(small, resume=True)  # it goes on if it is told to
     assert resumed.iteration == 3
@@ -694,6 +744,24 @@ def test_a_module_that_is_not_there_is_told_before_pytorch_is_loaded(
     (tmp_path / "own.yaml").write_text(f"base: {PAPER}\ncallbacks: [no_such_module_x:A]\n")
     assert main(["train", str(tmp_path / "own.yaml"), "--dry-run"]) == 2
     assert "callbacks[0] = 'no_such_module_x:A'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("text", "expected a class that derives from sage_fast.Callback"),
+        ("Misspelt", "on_iteration_finish is no hook"),
+    ],
+)
+def test_a_dry_run_refuses_what_is_no_callback(
+    entry: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the run would."""
+    misspelt = "class Misspelt(Callback):\n    def on_iteration_finish(self, run, row): ...\n"
+    (tmp_path / "dry_callbacks.py").write_text(MODULE + misspelt)
+    (tmp_path / "own.yaml").write_text(f"base: {PAPER}\ncallbacks: ['dry_callbacks:{entry}']\n")
+    assert main(["train", str(tmp_path / "own.yaml"), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
 
 
 # -- the best checkpoint ---------------------------------------------------------------------------

@@ -475,7 +475,7 @@ def test_resume_gives_the_same_run(
     assert train(run, "--train.iterations", "1", "--train.checkpoint_interval", "1") == 0
     capsys.readouterr()
     assert main(["train", str(PAPER), "--output", str(run), *SMALL, "--resume"]) == 0
-    assert "resumed after 1 iterations" in capsys.readouterr().out
+    assert "resumed after 1 iteration" in capsys.readouterr().out
     whole, resumed = (
         [
             {

@@ -151,7 +151,7 @@ def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(
     done = torchrun("--max-restarts=1", *train, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"no run in {run} yet: it begins" in done.stdout
-    assert "resumed after 1 iterations" in done.stdout
+    assert "resumed after 1 iteration" in done.stdout
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert [
         start["iteration"] for start in json.loads((run / "run.json").read_text())["resumed"]

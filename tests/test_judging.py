@@ -164,7 +164,7 @@ def test_sources_are_evaluated_alike(evaluated: tuple[Path, str]) -> None:
             "the scorer is the reward"
         )
     assert len(result["theirs"]["reward"]) == 4
-    assert "theirs: 1 videos of other prompts do not count" in printed
+    assert "theirs: without 1 video of other prompts" in printed
     assert "theirs has no video of 1 of the prompts" in printed
     assert "videos in folders are compressed, those of other sources are not" in printed
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from sage_fast.cli import main
 from sage_fast.commands.sources import resumed_settings
@@ -76,7 +77,7 @@ def test_a_run_folder_is_all_that_a_resume_needs(
     assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "train.iterations = 2 from here on; it was 1" in out
-    assert "resumed after 1 iterations" in out
+    assert "resumed after 1 iteration" in out
     assert (run / "config.until-000001.yaml").read_text() == before
     assert load(run / "config.yaml") == load(
         begun_with(before, run), {"output": str(run), "train.iterations": "2"}
@@ -88,6 +89,29 @@ def begun_with(text: str, folder: Path) -> Path:
     file = folder.parent / "before.yaml"
     file.write_text(text)
     return file
+
+
+@pytest.mark.parametrize(
+    ("kept", "ignored", "line"),
+    [
+        (["a:B", "c:D"], ["a:B", "e:F"], "stays with 'c:D' as in the run, not 'e:F' as in FILE"),
+        (["a:B", "c:D"], ["c:D"], "stays with 'a:B' as in the run, which FILE lacks"),
+        ([], ["a:B"], "stays as in the run, without 'a:B', which FILE has"),
+        (["a:B", "c:D"], ["c:D", "a:B"], "stays ['a:B', 'c:D'] as in the run, not"),
+    ],
+)
+def test_of_a_list_only_what_differs_is_named(
+    kept: list[str], ignored: list[str], line: str, tmp_path: Path
+) -> None:
+    begun = build({"output": str(tmp_path / "run"), "callbacks": kept})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump(begun))
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump({"output": str(tmp_path / "run"), "callbacks": ignored}))
+    _, lines = resumed_settings(str(file), {})
+    (found,) = [found for found in lines if found.startswith("callbacks ")]
+    assert line.replace("FILE", str(file)) in found
+    assert found.endswith("; --callbacks changes it")
 
 
 def test_a_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,11 +128,13 @@ def test_a_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "--train.iterations",
         "1",
     ]
+    assert main([*command, "--resume", "--dry-run"]) == 0
+    assert "does not start here" not in capsys.readouterr().out
     assert main([*command, "--resume"]) == 0
     assert f"no run in {tmp_path / 'none'} yet: it begins" in capsys.readouterr().out.splitlines()
     assert "resumed" not in RunFolder(tmp_path / "none").facts
     assert main([*command, "--resume"]) == 0
-    assert "resumed after 1 iterations" in capsys.readouterr().out.splitlines()
+    assert "resumed after 1 iteration" in capsys.readouterr().out.splitlines()
 
 
 OTHERS: dict[str, Any] = {
@@ -280,8 +306,29 @@ def test_settings_of_a_resume_from_python(run: Path, caplog: pytest.LogCaptureFi
     train(config, resume=True)
     assert "train.max_grad_norm = 0.5 from here on; it was 1.0" in caplog.messages
     assert load(run / "config.yaml") == config
-    with pytest.raises(UserError, match="no run to resume"):
-        train(build({"output": str(run / "none")}), resume=True)
+
+
+def test_a_resume_from_python_begins_a_run_that_is_not_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the command does; not where a run has left files."""
+    caplog.set_level(logging.INFO)
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "new", tmp_path / "empty"):
+        caplog.clear()
+        config = settings(output=str(folder), train__iterations=1)
+        train(config, resume=True)
+        assert f"no run in {folder} yet: it begins" in caplog.messages
+        assert "resumed" not in RunFolder(folder).facts
+    caplog.clear()
+    train(config.replace({"train.iterations": 2}), resume=True)
+    assert "resumed after 1 iteration" in caplog.messages
+
+    (tmp_path / "empty" / "config.yaml").unlink()
+    before = files(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"config\.yaml is missing, and run\.json"):
+        train(config, resume=True)
+    assert files(tmp_path / "empty") == before
 
 
 @pytest.mark.fault("a resume without metrics.jsonl", "refused, nothing changed", 2)
@@ -356,7 +403,7 @@ def test_a_damaged_checkpoint_needs_no_lines(run: Path, capsys: pytest.CaptureFi
     checkpoint_of(run, 4, whole=False)
     write_lines(run, [0, 1])
     assert main(["train", str(run), "--resume", "--train.iterations", "4"]) == 0
-    assert "resumed after 1 iterations" in capsys.readouterr().out
+    assert "resumed after 1 iteration" in capsys.readouterr().out
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
 

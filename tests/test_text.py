@@ -13,7 +13,7 @@ import torch
 
 from sage_fast.cli import COMMANDS
 from sage_fast.util.files import write_atomic
-from sage_fast.util.text import in_file_name
+from sage_fast.util.text import counted, in_file_name
 from sage_fast.util.videos import save_video
 from tests.tiny import FEW_STEPS, arguments
 
@@ -31,6 +31,11 @@ NARROW: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """What cannot show a letter -> its environment."""
 narrow = pytest.mark.parametrize("variables", NARROW.values(), ids=NARROW.keys())
+
+
+def test_a_count_agrees_with_its_noun() -> None:
+    found = [counted(number, "iteration") for number in (0, 1, 2, 1000)]
+    assert found == ["0 iterations", "1 iteration", "2 iterations", "1,000 iterations"]
 
 
 def python(code: str, *words: str | Path, **variables: str) -> "subprocess.CompletedProcess[bytes]":

@@ -134,6 +134,7 @@ def test_the_folder_the_trackers_and_the_page_show_them(tmp_path: Path) -> None:
     assert page.count("<video") == 4
     shown = page[page.index("Training samples") :]
     assert shown.index("<span>highest advantage") < shown.index("<span>lowest advantage")
+    assert "<span>highest advantage</span><span>reward <b>0.900</b></span>" in shown
     assert shown.count('class="card"') == 2
 
 

@@ -170,7 +170,7 @@ def test_a_cut_cable_ends_both_ends_and_a_resume_ends_like_one_node(
     assert run_ranks(train, 2, tmp_path, holders, False, [*words, "--resume"]) == [0, 0], screens(
         tmp_path
     )
-    assert "resumed after 1 iterations" in screens(tmp_path)[0]
+    assert "resumed after 1 iteration" in screens(tmp_path)[0]
     command_on_ranks(["train", *TRAIN, "--output", "whole", *words], tmp_path, DS_ACCELERATOR="cpu")
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
 

@@ -13,13 +13,41 @@ from sage_fast.callbacks.columns import make_plain
 from sage_fast.callbacks.interface import Callback
 from sage_fast.config.secrets import names_for_values
 from sage_fast.util.console import logs_restored, wrapped
-from sage_fast.util.errors import RunError, UserError, in_one_line
+from sage_fast.util.errors import RunError, UserError, in_one_line, nearest
 from sage_fast.util.ranks import check_agreement, fail_together
 
 if TYPE_CHECKING:
     from sage_fast.run.train import Run
 
 log = logging.getLogger(__name__)
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+"""Every method of a callback that begins with `on_`."""
+HOOKS_ELSEWHERE = {
+    # Transformers and TRL
+    "on_init_end": "on_run_start",
+    "on_train_begin": "on_run_start",
+    "on_train_end": "on_run_end",
+    "on_step_begin": "on_update_start",
+    "on_step_end": "on_update_end",
+    "on_pre_optimizer_step": "on_update_start",
+    "on_optimizer_step": "on_update_end",
+    "on_log": "on_iteration_end",
+    "on_evaluate": "on_evaluation_end",
+    "on_save": "on_checkpoint",
+    # Lightning
+    "on_fit_start": "on_run_start",
+    "on_fit_end": "on_run_end",
+    "on_train_start": "on_run_start",
+    "on_train_batch_start": "on_iteration_start",
+    "on_train_batch_end": "on_iteration_end",
+    "on_before_optimizer_step": "on_update_start",
+    "on_validation_start": "on_evaluation_start",
+    "on_validation_end": "on_evaluation_end",
+    "on_save_checkpoint": "on_checkpoint",
+}
+"""Hook of another library's -> ours at that point, where the likeness of names would mislead."""
 
 
 class CallbackError(RunError):
@@ -41,7 +69,8 @@ class Callbacks:
         built_in: the run's own.
 
     Raises:
-        UserError: one is no callback, two have the same name, or the ranks have different ones.
+        UserError: one is no callback or has a method `on_...` that is no hook, two have the same
+            name, or the ranks have different ones.
     """
 
     def __init__(self, users: Sequence[Callback], built_in: Sequence[Callback]) -> None:
@@ -209,6 +238,31 @@ def _check_callback(callback: object, place: str) -> None:
         raise UserError(f"{place} is a class: expected an object, such as {callback.__name__}()")
     if not isinstance(callback, Callback):
         raise UserError(f"{place} = {callback!r}: expected an object of a subclass of sf.Callback")
+    check_hooks(callback, _label(callback))
+
+
+def check_hooks(callback: Callback | type[Callback], where: str) -> None:
+    """Check that every method `on_...` of a callback, or of a class of them, is a hook: a misspelt
+    one would never be called.
+
+    Args:
+        where: names the callback, for messages.
+
+    Raises:
+        UserError: one is not.
+    """
+    owner = callback if isinstance(callback, type) else type(callback)
+    for name in dir(callback):
+        if not name.startswith("on_") or name in HOOKS:
+            continue
+        # not read from the object: a property would run
+        value = vars(callback).get(name, getattr(owner, name, None))
+        if callable(value):
+            hint = nearest(HOOKS_ELSEWHERE.get(name, name), HOOKS)
+            raise UserError(
+                f"{where}: {name} is no hook, and would never be called (a method of your own must "
+                f"not begin with on_); {hint}"
+            )
 
 
 def _label(callback: Callback) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from sage_fast.algorithm.rows import find_row
+from sage_fast.callbacks.dispatch import check_hooks
 from sage_fast.callbacks.interface import Callback
 from sage_fast.config.schema import CallbackEntry, Config
 from sage_fast.config.secrets import from_environment, names_for_values
@@ -24,15 +26,34 @@ def load_callbacks(config: Config) -> list[Callback]:
     return [_load(key, entry) for key, entry in config.keyed_callbacks.items()]
 
 
+def check_callbacks(config: Config) -> None:
+    """Check the callbacks of the setting `callbacks` without making them.
+
+    Raises:
+        UserError: one is not there, is no callback or takes other arguments.
+    """
+    for key, entry in config.keyed_callbacks.items():
+        _find(key, entry)
+
+
+def _find(key: str, entry: CallbackEntry) -> Any:
+    """Return the class, or the object, that an entry names, checked with the entry's arguments."""
+    where = f"{key} = {entry.name!r}"
+    found: Any = find_row(entry.name, key, {}, _checked)
+    if isinstance(found, type):
+        _check_args(found, entry.args, where)
+    elif entry.args:
+        raise UserError(f"{where}: is not a class, so it takes no args; got {sorted(entry.args)}")
+    check_hooks(found, where)
+    return found
+
+
 def _load(key: str, entry: CallbackEntry) -> Callback:
+    found = _find(key, entry)
+    if not isinstance(found, type):
+        return found
     where = f"{key} = {entry.name!r}"
     args = from_environment(entry.args, f"{where}: args")
-    found: Any = find_row(entry.name, key, {}, _checked)
-    if not isinstance(found, type):
-        if args:
-            raise UserError(f"{where}: is not a class, so it takes no args; got {sorted(args)}")
-        return found
-    _check_args(found, args, where)
     try:
         return found(**args)
     except Exception as error:
@@ -52,7 +73,7 @@ def _checked(found: Any) -> Any:
     return found
 
 
-def _check_args(kind: type, args: dict[str, Any], where: str) -> None:
+def _check_args(kind: type, args: Mapping[str, Any], where: str) -> None:
     signature = inspect.signature(kind)
     try:
         signature.bind(**args)

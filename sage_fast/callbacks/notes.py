@@ -17,6 +17,7 @@ from sage_fast.eval.scores import format_number
 from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.meters import REWARD_PART
+from sage_fast.util.text import counted
 
 if TYPE_CHECKING:
     from sage_fast.run.train import Run
@@ -98,7 +99,8 @@ def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) 
         return None
     enough = 10 * math.ceil(seconds / 4)  # a quarter more than twice as long
     return (
-        f"a signal can lose up to {train.checkpoint_interval} iterations: {seconds:.0f} s of one "
+        f"a signal can lose up to {counted(train.checkpoint_interval, 'iteration')}: "
+        f"{seconds:.0f} s of one "
         f"cannot be interrupted and half of train.grace_seconds = {train.grace_seconds:g} is for "
         f"that. {enough} is enough, if the scheduler waits longer: Slurm's "
         f"--signal=B:USR1@{enough + 100} (slurm.sbatch, which `init` writes), or torchrun's "

@@ -20,6 +20,7 @@ from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import wrapped
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def model_card(
         spec=spec,
         base=base,
         config=config,
-        iteration=iteration,
+        iterations=counted(iteration, "iteration"),
         evaluation=_evaluation(run, iteration),
         settings=_settings(dataclasses.asdict(config), base),
         lora_file=LORA_FILE,

@@ -21,7 +21,6 @@ from sage_fast.run_folder import RunFolder, check_weights, fault_of_weights, ite
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import as_path, expanded
-from sage_fast.util.presence import holds_folder
 
 if TYPE_CHECKING:
     from sage_fast.run.train import Run
@@ -218,8 +217,7 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     holds no run, one begins there.
 
     Returns:
-        The settings, and one line for each setting of the file that is ignored, or on a run that
-        begins.
+        The settings, and one line for each setting of the file that is ignored.
 
     Raises:
         UserError: a run is named and there is none, or as `load`.
@@ -232,10 +230,8 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     if not is_run or "output" in overrides:
         run = RunFolder(load(file, overrides).output)
 
-    if not is_run and not run.exists:
-        if holds_folder(run.path) and run.remains:
-            run.check()  # a run without its settings is none that begins
-        return load(file, overrides), [f"no run in {run.path} yet: it begins"]
+    if not is_run and not run.can_continue():
+        return load(file, overrides), []
 
     run.check_resumable()
     # the folder may have moved
@@ -256,8 +252,19 @@ def _ignored_lines(config: Config, file: Path, overrides: Mapping[str, str]) -> 
         # an entry, such as --reward.weights.red, gives its whole setting
         is_given = any(f"{key}.".startswith(f"{name}.") for key in overrides)
         if kept != ignored and name != "output" and not is_given:
-            lines.append(
-                f"{name} stays {kept!r} as in the run, not {ignored!r} as in {file}; --{name} "
-                "changes it"
-            )
+            lines.append(f"{name} {_ignored(kept, ignored, file)}; --{name} changes it")
     return lines
+
+
+def _ignored(kept: Any, ignored: Any, file: Path) -> str:
+    """Return what a setting of a run stays, and not as in a file; of lists only what differs."""
+    if isinstance(kept, list | tuple) and isinstance(ignored, list | tuple):
+        only_kept = ", ".join(repr(entry) for entry in kept if entry not in ignored)
+        only_ignored = ", ".join(repr(entry) for entry in ignored if entry not in kept)
+        if only_kept and only_ignored:
+            return f"stays with {only_kept} as in the run, not {only_ignored} as in {file}"
+        if only_kept:
+            return f"stays with {only_kept} as in the run, which {file} lacks"
+        if only_ignored:
+            return f"stays as in the run, without {only_ignored}, which {file} has"
+    return f"stays {kept!r} as in the run, not {ignored!r} as in {file}"

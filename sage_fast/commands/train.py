@@ -66,8 +66,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     else:
         config = load(options.config, overrides)
     _check_gpus(options)
-    # alike on all ranks: it begins once all have joined
-    resume = options.resume and RunFolder(config.output).exists
+    resume = options.resume and RunFolder(config.output).can_continue()
     is_alone = launched("WORLD_SIZE", 1) == 1
     # else a rank would end before the others, which wait for it, can be told
     if options.dry_run or is_alone:
@@ -95,7 +94,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
     for note in notes:
         log.info(note)
-    train(config, resume=resume)
+    train(config, resume=options.resume)
 
 
 def _check_gpus(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from sage_fast.config.engines import ENGINES, OPTIMIZERS, RENOISES
 from sage_fast.config.schema import ODE_SAMPLERS, ObjectiveConfig, SamplingConfig, TrainConfig
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import check_place
+from sage_fast.util.text import counted
 
 
 def check_choices(
@@ -96,7 +97,8 @@ def no_gradient(sampling: SamplingConfig) -> UserError:
 
 def sampler_in_words(sampling: SamplingConfig) -> str:
     """Return the sampler and its numbers, for messages."""
-    return f"sampler {sampling.sampler!r} with eta {sampling.eta:g} and {sampling.steps} steps"
+    steps = counted(sampling.steps, "step")
+    return f"sampler {sampling.sampler!r} with eta {sampling.eta:g} and {steps}"
 
 
 def check_engine(config: TrainConfig) -> None:

@@ -31,6 +31,7 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, check_new_folder, writing
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import local_device, rank
+from sage_fast.util.text import counted
 from sage_fast.util.videos import check_encoder, numbered, save_video
 
 log = logging.getLogger(__name__)
@@ -189,10 +190,8 @@ class _Evaluator:
         """Score a folder's videos of the evaluated prompts."""
         chosen = [i for i, prompt in enumerate(found.prompts) if prompt in self.prompts]
         if len(chosen) < len(found.prompts):
-            log.info(
-                f"note: {found.label}: {len(found.prompts) - len(chosen)} videos of other prompts "
-                "do not count"
-            )
+            others = counted(len(found.prompts) - len(chosen), "video")
+            log.info(f"note: {found.label}: without {others} of other prompts")
         found = found.only(chosen)
         log.info(f"score {found.label}")
         seeds = found.seeds or [index for _, index in found.keys]

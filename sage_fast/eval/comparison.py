@@ -11,9 +11,9 @@ from typing import NamedTuple
 from sage_fast.eval.gains import GainRow, hacking, table
 from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.videoset import VideoSet
-from sage_fast.util.console import counted
 from sage_fast.util.errors import UserError
 from sage_fast.util.meters import JUDGE_PART
+from sage_fast.util.text import counted
 
 
 class Comparison(NamedTuple):
@@ -71,7 +71,8 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
     notes = []
     if ours != theirs:
         notes.append(
-            f"{names} have {len(ours & theirs)} videos of the same prompts: gains are over these."
+            f"{names} have {counted(len(ours & theirs), 'video')} of the same prompts: gains are "
+            "over these."
         )
     if first.seeds and other.seeds:
         seeds = dict(zip(first.keys, first.seeds))

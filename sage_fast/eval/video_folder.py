@@ -24,6 +24,7 @@ from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, why_no_file, write_atomic
+from sage_fast.util.text import counted
 
 OWN = ("file", "prompt", "image", "seed", "")
 """Columns of a `videos.csv` that are no scores; one without a name is the index that pandas writes.
@@ -146,7 +147,7 @@ def _note_others(index: Path, files: Sequence[Path]) -> None:
     others = [path for path in others if os.path.realpath(path) not in named]
     if others:
         log.info(
-            f"note: {index} does not name {len(others)} videos beside it, such as "
+            f"note: {index} does not name {counted(len(others), 'video')} beside it, such as "
             f"{others[0].name!r}"
         )
 

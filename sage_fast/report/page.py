@@ -24,11 +24,12 @@ from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render, training_cards
 from sage_fast.run_folder import STEPS, RunFolder
-from sage_fast.util.console import counted, wrapped
+from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, json_value, write_atomic
 from sage_fast.util.meters import JUDGE_PART, REWARD_PART
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -310,9 +311,9 @@ def _status(
         return "No iteration has been completed yet."
     if isinstance(planned, int) and done < planned:
         if stopped and not running:  # by a callback
-            return f"Ended after {done} of {planned} iterations: {stopped}"
+            return f"Ended after {done} of {counted(planned, 'iteration')}: {stopped}"
         state = "Running" if running else "Stopped early, or still running"
-        return f"{state}: {done} of {planned} iterations."
+        return f"{state}: {done} of {counted(planned, 'iteration')}."
     seconds = float(np.nansum(column(rows, "time/total")))
     if not seconds:
         return f"{counted(done, 'iteration')}."
@@ -339,8 +340,9 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         starts.append(("resumed", start))
     for label, start in starts:
         parts = []
-        if label == "resumed":
-            parts.append(f"after {start.get('iteration')} iterations")
+        done = start.get("iteration")
+        if label == "resumed" and isinstance(done, int):
+            parts.append(f"after {counted(done, 'iteration')}")
         if start.get("date"):
             parts.append(start["date"])
         if start.get("commit"):

@@ -32,6 +32,7 @@ from sage_fast.rewards.in_process import MAX_PARTS, checked
 from sage_fast.rewards.interface import Backend, Request
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import json_value
+from sage_fast.util.text import counted
 from sage_fast.util.time_limit import TimeLimit
 
 SCHEMA = "sage-fast-reward/1"
@@ -263,7 +264,7 @@ def read_request(body: bytes) -> tuple[str, Request]:
         videos = _videos_of(base64.b64decode(content["videos"], validate=True))
         are_videos = videos.ndim == 5 and videos.shape[2] == 3 and videos.numel() > 0
         if not are_videos or len(videos) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
+            raise ValueError(f"{counted(len(prompts), 'prompt')} and videos {list(videos.shape)}")
         are_objects = all(isinstance(of_one, dict) for of_one in metadata)
         if len(metadata) != len(prompts) or not are_objects:
             raise ValueError(f"metadata that is no list of {len(prompts)} objects")

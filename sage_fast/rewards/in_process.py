@@ -29,6 +29,7 @@ from sage_fast.rewards.interface import RESERVED_NAMES, Backend, Request
 from sage_fast.rewards.load import score_of
 from sage_fast.util.console import wrapped
 from sage_fast.util.guard import NotPutBack, guarded, seed_random_numbers
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +148,8 @@ def _named_if_slow(name: str, request: Request) -> Iterator[None]:
     """Name the reward on the screen and in the log if the block takes longer than `SLOW_CALL_S`."""
     since = time.strftime("%H:%M:%S")
     text = (
-        f"reward {name!r} has been scoring {len(request)} videos since {since}; the run waits for "
-        "it"
+        f"reward {name!r} has been scoring {counted(len(request), 'video')} since {since}; the "
+        "run waits for it"
     )
     timer = threading.Timer(SLOW_CALL_S, log.info, [text])
     timer.daemon = True

@@ -29,6 +29,7 @@ from sage_fast.rewards.failure_policy import failure
 from sage_fast.rewards.http import SCHEMA, TOKEN, format_response, read_request, token
 from sage_fast.util.errors import first_line
 from sage_fast.util.futures import fulfil
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -168,9 +169,9 @@ class RewardServer(uvicorn.Server):
         try:
             parts = self.reward.raw(scored, self.device)
         except Exception as error:
-            log.info(f"failed on {len(scored)} videos: {first_line(failure(error))}")
+            log.info(f"failed on {counted(len(scored), 'video')}: {first_line(failure(error))}")
             return 422, {"schema": SCHEMA, "id": name, "error": failure(error)}
-        log.info(f"{len(scored)} videos for {client}: {time.monotonic() - start:.2f} s")
+        log.info(f"{counted(len(scored), 'video')} for {client}: {time.monotonic() - start:.2f} s")
         return 200, format_response(name, parts)
 
 

@@ -29,7 +29,7 @@ from sage_fast.rewards.load import load_reward
 from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.guard import belongs_to_plugin
 from sage_fast.util.ranks import limit_threads
-from sage_fast.util.text import escape_on_screen
+from sage_fast.util.text import counted, escape_on_screen
 from sage_fast.util.time_limit import LOOK_S, TimeLimit
 
 IDLE_EXIT_GRACE = 5.0
@@ -69,7 +69,8 @@ class Worker(Backend):
                     _, error = self._receive(late)
                 if error:
                     raise RewardFailure(error)
-            with self._ended_after(seconds, f"no answer for {len(request)} videos") as late:
+            missed = f"no answer for {counted(len(request), 'video')}"
+            with self._ended_after(seconds, missed) as late:
                 # Not in shared memory, which containers limit to 64 MB.
                 videos = request.videos.float().numpy()
                 self._channel.send(

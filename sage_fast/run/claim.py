@@ -22,7 +22,7 @@ from sage_fast.config.schema import Config
 from sage_fast.run.preflight import check_new
 from sage_fast.run.resume import check_kept
 from sage_fast.run_folder import SKIPPED, RunFolder, iteration_of, iteration_of_weights
-from sage_fast.util.console import counted, wrapped
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RunError, UserError, reason
 from sage_fast.util.files import (
     PARTIAL,
@@ -39,6 +39,7 @@ from sage_fast.util.files import (
 )
 from sage_fast.util.presence import check_readable, holds_file
 from sage_fast.util.ranks import barrier, broadcast_object, fail_together, rank
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from sage_fast.run import claim
 from sage_fast.run.messages import method_of
 from sage_fast.run_folder import RunFolder
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import counted, wrapped
+from sage_fast.util.console import wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.files import write_json
 from sage_fast.util.ranks import rank, world_size
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 

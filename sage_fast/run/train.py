@@ -36,7 +36,7 @@ from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.stop import Stop
 from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import counted, leave_logs, log_to, wrapped
+from sage_fast.util.console import leave_logs, log_to, wrapped
 from sage_fast.util.errors import RankError, Stopped, UserError
 from sage_fast.util.files import writing
 from sage_fast.util.ranks import (
@@ -47,6 +47,7 @@ from sage_fast.util.ranks import (
     shutdown,
     world_size,
 )
+from sage_fast.util.text import counted
 from sage_fast.util.videos import check_encoder
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def train(
         callbacks: called after those of the setting `callbacks`, and before the run's own.
         reward_funcs: replace the rewards of the settings: a function (videos, prompts) -> `[B]`, or
             part -> `[B]`; an object or class with such a method `score`; or a list of them.
-        resume: continue the run in the folder, from its newest checkpoint.
+        resume: continue the run in the folder, from its newest checkpoint; begin it if there is
+            none yet.
 
     Returns:
         The run, complete: `run.folder`, `run.metrics`.
@@ -89,6 +91,10 @@ def _train(
     reward_objects: dict[str, Any] = {}
     if reward_funcs is not None:
         config, reward_objects = with_reward_objects(config, reward_funcs)
+    if resume and not RunFolder(config.output).can_continue():
+        # alike on all ranks: none writes there before all have checked their settings
+        resume = False
+        log.info(f"no run in {config.output} yet: it begins")
     check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
@@ -414,7 +420,7 @@ class Run:
         kept = RunFolder(self.folder).checkpoints()
         start = "from the beginning"
         if kept:
-            start = f"from the checkpoint of {iteration_of(kept[-1])} iterations"
+            start = f"from the checkpoint of {counted(iteration_of(kept[-1]), 'iteration')}"
         log.info(
             f"stopped within iteration {self.iteration + 1}, whose updates are lost; continue with "
             f"--resume, {start}"
@@ -440,9 +446,9 @@ class Run:
         if newest is not None and newest > self.iteration:
             log.info(
                 wrapped(
-                    f"note: the checkpoint of {newest} iterations, the newest that the run has "
-                    f"written, cannot be used: iterations {self.iteration + 1} to {newest} are "
-                    "done again"
+                    f"note: the checkpoint of {counted(newest, 'iteration')}, the newest that the "
+                    f"run has written, cannot be used: iterations {self.iteration + 1} to {newest} "
+                    "are done again"
                 )
             )
         if self.is_main:  # only after every check of the new settings

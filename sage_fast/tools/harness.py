@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sage_fast.util.console import counted
 from sage_fast.util.environment import synchronize
+from sage_fast.util.text import counted
 
 BURST_FLOPS = 789e12
 """FLOP/s of a large bf16 matrix product in a burst on one H200, whose bursts were 757 to 797

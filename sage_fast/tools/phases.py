@@ -34,6 +34,7 @@ from sage_fast.util.files import write_json
 from sage_fast.util.process_group import initialize
 from sage_fast.util.profiling import PHASES, WAIT, annotate, ranges
 from sage_fast.util.ranks import barrier, rank, world_size
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,9 @@ def format_profile(result: Mapping[str, Any]) -> str:
         cells += [cell(row["mfu"], ".1%"), cell(row["hfu"], ".1%")]
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
     if result["ranks"] > 1:
-        lines.append(f"seconds of rank 0 of {result['ranks']} ranks, FLOPs as the mean of all")
+        lines.append(
+            f"seconds of rank 0 of {counted(result['ranks'], 'rank')}, FLOPs as the mean of all"
+        )
     image_tokens = result.get("image_tokens", 0)
     images = f" and {image_tokens} image tokens" if image_tokens else ""
     lines.append(

@@ -22,6 +22,7 @@ from sage_fast.algorithm.iteration_plan import plan_iteration, share_of
 from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
+from sage_fast.callbacks.load import check_callbacks
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
 from sage_fast.data.prompt_checks import (
@@ -50,6 +51,7 @@ from sage_fast.util.captions import PromptKey
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 from sage_fast.util.errors import UserError
+from sage_fast.util.text import counted
 from sage_fast.util.videos import check_encoder
 
 REMEDIES = (
@@ -443,7 +445,7 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         price: of an hour of a GPU, in any currency; 0 if unknown.
         reward: seconds that an iteration waits for its rewards; 0 if unknown.
     """
-    gpus = "1 GPU" if plan.ranks == 1 else f"{plan.ranks} GPUs"
+    gpus = counted(plan.ranks, "GPU")
     together = sum(plan.memory.values())
     fits = together <= plan.gpu_memory
     in_host_memory = []
@@ -527,8 +529,8 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
     not_counted = "Communication is" if reward else "Rewards and communication are"
 
     lines = [
-        f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of "
-        "each",
+        f"one iteration on {gpus}: {counted(plan.samples, 'sample')}, "
+        f"{counted(plan.trained_steps, 'trained step')} of each",
         _line("", "forwards", "FLOPs", "at least", "on H200s", width=29),
         work("one forward of one sample", 0, forward, {"rollout": forward}),
     ]
@@ -540,7 +542,8 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
     lines += [
         work("together", sum(plan.forwards.values()), together, longest, reward),
         "",
-        f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
+        f"the run: {counted(plan.iterations, 'iteration')}, {counted(e.count, 'evaluation')} of "
+        f"{counted(e.videos, 'video')}",
         work("one evaluation", 0, e.flops, evaluation),
         work(
             "all of the run", 0, plan.iterations * together + e.count * e.flops, whole_run, waited
@@ -636,8 +639,8 @@ def dry_run(
         may_be_cpu: plan for CPU cores if this machine has no GPU and the run is small enough.
 
     Raises:
-        UserError: the settings are impossible, `model.path` is not a checkpoint, prompts or a
-            reward are missing, or ffmpeg cannot write videos.
+        UserError: the settings are impossible, `model.path` is not a checkpoint, prompts, a reward
+            or a callback are missing or are none, or ffmpeg cannot write videos.
     """
     check_encoder()
     obstacle = ""
@@ -649,6 +652,7 @@ def dry_run(
     check_weights(spec)
     resolved = check_trainable(config, ranks)
     check_distilled(spec.distillation, resolved.objective)
+    check_callbacks(config)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     check_captions([*train, *heldout], spec)
@@ -681,9 +685,10 @@ def _format_data(
     """Format the prompts, the rewards, and the warnings about the settings."""
     lines = ["prompts and rewards"]
     notes: list[str] = []
-    lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
+    lines.append(f"  {config.data.prompts}: {counted(len(train), 'prompt')}{_keys_of(train)}")
     evaluated = min(config.eval.num_prompts, len(heldout))
-    held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {evaluated} are evaluated"
+    heldout_count = counted(len(heldout), "held-out prompt")
+    held = f"{heldout_count}{_keys_of(heldout)}, of which {evaluated} are evaluated"
     lines.append(f"  {config.data.eval_prompts}: {held}")
     for key, entry in config.named_rewards.items():
         weights = " + ".join(f"{weight:g} {part}" for part, weight in entry.weights.items())

@@ -44,6 +44,7 @@ from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.files import json_value, write_json
 from sage_fast.util.ranks import rank, world_size
+from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ def check(measured: Sequence[ResolvedConfig], count: int) -> None:
             "number of trained "
             "weights and the seed have to agree: " + " and ".join(sorted(trained))
         )
-    what = f"{count} iterations without an update"
+    what = f"{counted(count, 'iteration')} without an update"
     if len(measured) > 1:
         what += " of each configuration"
     price = (
@@ -298,7 +299,7 @@ def format_signal(result: Mapping[str, Any]) -> str:
     columns = result["signal"]
     lines = [
         head_line(result["environment"]),
-        f"{result['iterations']} iterations without an update",
+        f"{counted(result['iterations'], 'iteration')} without an update",
         "",
     ]
     lines.append(f"{'':<33}" + "".join(f"{label:>26}" for label in columns))

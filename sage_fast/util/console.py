@@ -115,11 +115,6 @@ def shows(level: int = logging.INFO) -> bool:
     return _screen in PACKAGE.handlers and level >= _screen.level
 
 
-def counted(count: int, noun: str) -> str:
-    """Return `1 iteration`, `2 iterations`, `1,000 iterations`; the noun takes an s."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def wrapped(line: str) -> str:
     """Wrap a line to 80 columns. Continuation lines are indented; paths are not broken."""
     return textwrap.fill(

@@ -1,5 +1,5 @@
-"""Letters that a screen, a locale or a file name cannot hold: shown as escapes or left out, never
-an error."""
+"""Words for people: a number with its noun, and letters that a screen, a locale or a file name
+cannot hold, which are shown as escapes or left out, never an error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import os
 import re
 import sys
 import unicodedata
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with what it counts: `1 iteration`, `2 iterations`, `1,000 iterations`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def escape_on_screen() -> None:

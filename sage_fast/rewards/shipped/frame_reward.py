@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from sage_fast.util.console import wrapped
 from sage_fast.util.encoders import check_finite, reading
 from sage_fast.util.errors import UserError
+from sage_fast.util.text import counted
 from sage_fast.util.videos import evenly_spaced
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class FrameReward:
             or not videos.is_floating_point()
             or len(videos) != len(prompts)
         ):
-            found = f"{videos.dtype} {list(videos.shape)} and {len(prompts)} prompts"
+            found = f"{videos.dtype} {list(videos.shape)} and {counted(len(prompts), 'prompt')}"
             raise ValueError(f"expected float videos [B, F, 3, H, W] and B prompts, got {found}")
         chosen = videos[:, self.choose(videos.shape[1], fps)]
         self.network.to(self.device)
