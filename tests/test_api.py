@@ -306,8 +306,8 @@ CALLS: dict[str, tuple[Callable[[sf.Run], object], str]] = {
         "config = 'config.yaml': expected settings, of sf.load or sf.build",
     ),
     "no list of callbacks": (
-        lambda run: sf.train(run.config, callbacks=None),  # type: ignore[arg-type]
-        "callbacks = None: expected a list of callbacks",
+        lambda run: sf.train(run.config, callbacks=3),  # type: ignore[arg-type]
+        "callbacks = 3: expected a list of callbacks",
     ),
     "a text as prompts": (
         lambda run: sf.sample(run, prompts="a red circle"),

@@ -30,6 +30,7 @@ from sage_fast.config.schema import Config
 from sage_fast.config.secrets import secret
 from sage_fast.run.train import Run, train
 from sage_fast.run_folder import STATE, RunFolder, iteration_of
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.console import leave_logs, log_to
 from sage_fast.util.errors import RankError, Stopped, UserError
 from sage_fast.util.files import read_json, read_metrics
@@ -188,7 +189,7 @@ def test_rollouts_are_this_ranks_samples(tmp_path: Path) -> None:
         # the videos are those of the samples: the reward scores them again
         scored = run.setup.reward(
             torch.stack([*rollouts.videos.values()]) / 255,
-            [rollouts.prompts[index] for index in rollouts.videos],
+            [PromptKey(rollouts.prompts[index]) for index in rollouts.videos],
         )
         expected = rollouts.rewards[[*rollouts.videos]]
         torch.testing.assert_close(scored.rewards.float(), expected.float(), atol=0.05, rtol=0.05)
@@ -522,7 +523,7 @@ def test_a_name_of_the_runs_own_is_free_but_not_twice_the_same(tmp_path: Path) -
 
 @pytest.mark.parametrize("settings", ["run.yaml", {"output": "run"}, None])
 def test_what_is_no_config_is_refused(settings: Any) -> None:
-    with pytest.raises(UserError, match=r"config = .*: expected settings, as sf\.load"):
+    with pytest.raises(UserError, match=r"config = .*: expected settings, of sf\.load"):
         train(settings)
 
 

@@ -79,9 +79,10 @@ def train(
     """
     if not isinstance(config, Config):
         raise UserError(f"config = {config!r:.60}: expected settings, of sf.load or sf.build")
+    given = _listed(callbacks)
     config = replaced(config, {})  # a list or a mapping in it may have changed since its check
     with fail_fast(config.timeout_minutes), writing(config.output):
-        return _train(config, callbacks, reward_funcs, resume=resume)
+        return _train(config, given, reward_funcs, resume=resume)
 
 
 def _train(
@@ -100,7 +101,7 @@ def _train(
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     check_here(config, resume=resume)
     evaluations = Evaluations()
-    users = [*load_callbacks(config), *_listed(callbacks)]
+    users = [*load_callbacks(config), *callbacks]
     called = Callbacks(users, built_in(config, evaluations))
 
     folder = Path(config.output)
