@@ -117,6 +117,12 @@ class Setup:
     def config(self) -> Config:
         return self.resolved.config
 
+    def close(self) -> None:
+        """End the worker processes of its rewards."""
+        self.reward.close()
+        if self.judge is not None:
+            self.judge.close()
+
     def encode(self, cache: Path | None = None) -> None:
         """Embed all prompts, each on one rank; see `encode_cached`. Collective.
 

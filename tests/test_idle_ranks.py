@@ -464,7 +464,7 @@ def test_a_norm_of_no_gradients_is_on_the_device_that_reduces_it() -> None:
     """NCCL reduces nothing on the CPU, where PyTorch makes a norm of nothing."""
     device = torch.device("meta")
     engine = SimpleNamespace(
-        parameters=[], optimized={}, nodes=None, policy=SimpleNamespace(device=device)
+        parameters=[], optimized={}, replicate_group=None, policy=SimpleNamespace(device=device)
     )
     seen = []
     with mock.patch.object(fsdp, "all_reduce", lambda tensor: seen.append(tensor) or tensor):

@@ -217,7 +217,7 @@ def test_a_dry_run_prints_whatever_a_shell_was_left_with(
     assert main(["train", str(PAPER), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "loading PyTorch" in shown
-    assert "memory on each of 1 GPU" in shown
+    assert "memory while it trains" in shown
 
 
 # -- GPUs ------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ NOT_PACED = {
     "reward.max_dropped", "objective.kl_limit", "train.prompts_per_iteration",
     "train.optimizer_steps",
     "train.timestep_fraction", "train.learning_rate", "train.grace_seconds", "train.iterations",
+    "tracking.training_videos", "tracking.training_videos_interval",
 }  # fmt: skip
 """Numbers whose meaning names updates or iterations, but which do not count them."""
 

@@ -575,5 +575,5 @@ def test_a_run_from_another_folder(folders: tuple[Path, Path]) -> None:
             words, cwd=where, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
         )
         assert done.returncode == 0, done.stderr
-        assert f"{b}/prompts.txt: 1 prompts" in done.stdout
+        assert f"{b}/prompts.txt: 1 prompt" in done.stdout
         assert f"reward {b}/places_rewards_{b.parent.name[-1]}:score: 1 b" in done.stdout

@@ -252,7 +252,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
 
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "checkpoint", full)
+        patch.setattr(Run, "save", full)
         command = ["train", str(PAPER), "--output", str(run), *EVALUATED]
         assert main(command) == 1
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0]

@@ -424,7 +424,7 @@ def test_a_worker_that_is_stopped_is_ended_in_time() -> None:
     caller = reward.callers[0]
     large = torch.rand(1, 40, 3, 64, 64)
     with pytest.raises(
-        RewardFailure, match=r"no answer for 1 videos within 0.5 s; its process was ended"
+        RewardFailure, match=r"no answer for 1 video within 0.5 s; its process was ended"
     ):
         caller._backends[0].score(request(large), 0.5)
     assert not Path("/proc", str(pid)).exists()

@@ -245,13 +245,13 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(
     ):
         load_setup(resolve(settings(reward__weights={"red": 1})))
     with pytest.raises(
-        UserError, match=r"eval.judge = 'tests.reward_faults:nothing': .* has no 'nothing'"
+        UserError, match=r"eval.judge = '.*/tests.reward_faults:nothing': .* has no 'nothing'"
     ):
         load_setup(resolve(settings(eval__judge="tests.reward_faults:nothing")))
     for part in ("reward", "overall", "judge/x"):
         own = {"reward__name": "tests.reward_faults:Named", "reward__args": {"part": part}}
         with pytest.raises(
-            UserError, match=rf"^reward.name = 'tests.reward_faults:Named': .*{part!r}.*prefix"
+            UserError, match=rf"^reward.name = '.*tests.reward_faults:Named': .*{part!r}.*prefix"
         ):
             load_setup(resolve(settings(**own, reward__weights={part: 1})))
     assert not loaded

@@ -212,9 +212,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )
     (folder / "any_video.py").write_text(REWARD)
     (folder / "prompts.txt").write_text("an otter juggles three stones\nsnow falls\n")
-    (folder / "wan.yaml").write_text(dump(config_of(folder)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        (folder / "wan.yaml").write_text(dump(config_of(folder)))
         assert main(["train", "wan.yaml", "--quiet"]) == 0
         yield folder
 

@@ -499,7 +499,7 @@ def test_a_run_warns_once_after_its_first_iteration(
     (place,) = (
         i
         for i, line in enumerate(told)
-        if line.startswith("warning: a signal can lose up to 1 iterations")
+        if line.startswith("warning: a signal can lose up to 1 iteration:")
     )
     rows = [i for i, line in enumerate(told) if "  reward " in line]
     assert rows[0] < place < rows[1]

@@ -387,7 +387,7 @@ def test_what_is_not_a_batch_of_videos(reward: VideoAlignReward) -> None:
     for bad in (videos(1)[0], videos(1).movedim(2, -1), (videos(1) * 255).to(torch.uint8)):
         with pytest.raises(ValueError, match="expected float videos"):
             reward.score(bad, ["a"])
-    with pytest.raises(ValueError, match=r"got torch.float32 \[2, .*\] and 1 prompts"):
+    with pytest.raises(ValueError, match=r"got torch.float32 \[2, .*\] and 1 prompt"):
         reward.score(videos(2), ["a"])
 
 

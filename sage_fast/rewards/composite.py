@@ -395,6 +395,12 @@ class CompositeReward:
             notes=tuple(notes),
         )
 
+    def close(self) -> None:
+        """End its worker processes. What is called in this process goes on working."""
+        for caller in self.callers:
+            if caller.in_background:
+                caller.close()
+
     def check_share(self, scores: Scores) -> None:
         """Check the share of failed samples, given the scores of all ranks, on every rank.
 

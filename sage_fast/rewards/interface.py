@@ -195,3 +195,7 @@ class Scorer(Protocol):
     def check_share(self, scores: Scores) -> None:
         """Raise RewardError, on all ranks, if too many of all ranks' `scores` failed."""
         ...
+
+    def close(self) -> None:
+        """End its worker processes; it scores no more."""
+        ...

@@ -68,11 +68,17 @@ def check_new(output: str) -> None:
     """Check without touching it that a run can begin in the output folder.
 
     Raises:
-        UserError: it is a file or a link to nothing, or holds a run or other files.
+        UserError: it cannot be, is a file or a link to nothing, or holds a run or other files.
     """
     run = RunFolder(output)
     path = Path(output)
-    is_there = path.is_symlink() or path.exists()
+    try:
+        is_there = path.is_symlink() or path.exists()
+    except OSError as error:  # a name that no file system takes
+        raise UserError(
+            f"output = {output!r}: cannot be made: {error.strerror}; choose another folder with "
+            "--output; nothing was changed"
+        ) from error
     if is_there and not path.is_dir():  # in this order: another rank may just make it
         found = "a file" if path.exists() else "a link to nothing"
         raise UserError(f"output = {output!r}: {found}; expected a new or empty folder")

@@ -122,6 +122,7 @@ def _train(
         finally:
             if run.writer is not None:
                 run.writer.close()
+            run.setup.close()
         barrier()  # wait for rank 0 to write the page
         shutdown()
     leave_logs()  # what the process does next is not the run's
