@@ -92,7 +92,9 @@ FULL = {
     "test_idle_ranks.py",
     "test_image_to_video.py",
     "test_pretend_cuda.py",
+    "test_ratio.py",
     "test_second_model.py",
+    "test_shared_prefix.py",
 }
 """Files of which every test is `full`."""
 
