@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -577,6 +578,8 @@ def test_an_end_that_a_signal_has_interrupted_is_the_end(tmp_path: Path) -> None
 
     def terminate(run: Run, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
+        while not run.signals.number:  # a thread takes note of it
+            time.sleep(0.01)
 
     with pytest.raises(Stopped):
         train(small, callbacks=[StopsAfter(1), Odd(on_checkpoint=terminate)])

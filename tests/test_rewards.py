@@ -180,5 +180,5 @@ def test_a_call_that_takes_long_is_named(
 
     InProcess("my:slow", slow).score(request(torch.zeros(1, 5, 3, 8, 8)))
     assert re.match(
-        r"reward 'my:slow' has been scoring 1 videos since \d\d:\d\d:\d\d", str(caplog.records[0])
+        r"reward 'my:slow' has been scoring 1 video since \d\d:\d\d:\d\d", str(caplog.records[0])
     )
