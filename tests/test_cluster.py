@@ -38,8 +38,9 @@ for ((i = 0; i < SLURM_NTASKS; i++)); do
 done
 worst=0
 for pid in "${pids[@]}"; do
+    wait "$pid"
+    while kill -0 "$pid" 2> /dev/null; do wait "$pid"; done  # a signal interrupts `wait`
     wait "$pid"; status=$?
-    while kill -0 "$pid" 2> /dev/null; do wait "$pid"; status=$?; done
     ((status > worst)) && worst=$status
 done
 exit $worst

@@ -370,7 +370,7 @@ def test_rewards_take_memory_on_their_ranks() -> None:
     workers = build(SIZE | {"reward.name": "pickscore", "reward.workers": 2})
     assert sum(reward_sizes(workers.named_rewards).values()) == 2 * 4 * 986_109_441
     unknown = build(SIZE | {"reward.name": "tests.tiny:BrightnessReward"})
-    text = format_plan(plan(unknown, rewards=reward_sizes(unknown.named_rewards)))
+    text = " ".join(format_plan(plan(unknown, rewards=reward_sizes(unknown.named_rewards))).split())
     assert f"Not counted: reward {unknown.reward.name}, fragmentation." in text
 
 

@@ -4,13 +4,13 @@ card."""
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sage_fast.eval.gains import GainRow, hacking, table
 from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.videoset import VideoSet
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
 from sage_fast.util.meters import JUDGE_PART
 from sage_fast.util.text import counted
@@ -33,7 +33,7 @@ class Comparison(NamedTuple):
         """The table, notes and warnings, as Markdown for a terminal of 80 columns."""
         lines = [format_table(self.rows)] if self.rows else []
         for line in (*self.notes, *self.warnings):
-            lines.append(textwrap.fill(line, 80, break_on_hyphens=False))
+            lines.append(wrapped(line, rest=""))
         return "\n".join(lines)
 
 

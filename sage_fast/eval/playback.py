@@ -39,6 +39,10 @@ _SHOWN = re.compile(
     r".*? i:(?P<interlaced>\w)"
 )
 """A line of ffmpeg's filter `showinfo`, which it writes for each frame."""
+_FRAME_BY_FRAME = ["-map", "0:V:0", "-fps_mode", "passthrough", "-enc_time_base", "1:1"]
+"""Arguments of ffmpeg for the first picture that is no cover, each frame once."""
+_NUMBERED = "setpts=N/TB"
+"""Filter that makes the time of a frame its number, so that none is too near to the one before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,24 +123,11 @@ def _frames(path: Path, told: _Told) -> Iterator[np.ndarray]:
         program = imageio_ffmpeg.get_ffmpeg_exe()
     except RuntimeError as error:
         raise _unreadable(path, str(error)) from error
-    # The first picture that is no cover, frame by frame.
-    chosen = ["-map", "0:V:0", "-fps_mode", "passthrough", "-enc_time_base", "1:1"]
-    # `showinfo` tells the time of each frame, which is then its number, so that none is too near to
-    # the one before. Pixels are made square.
-    chosen += ["-vf", "showinfo=checksum=0,setpts=N/TB,scale=w=round(iw*sar):h=ih,setsar=1"]
-    # PAM: each frame with a header of its size. Transparency is kept, to be refused.
+    # Pixels are made square. PAM is each frame with a header of its size; it keeps transparency,
+    # which is refused.
+    pictures = ["-vf", f"{_NUMBERED},scale=w=round(iw*sar):h=ih,setsar=1"]
     coded = ["-f", "image2pipe", "-c:v", "pam", "-pix_fmt", "rgba", "-"]
-    command = [
-        program,
-        "-hide_banner",
-        "-nostdin",
-        "-nostats",
-        "-v",
-        "level+info",
-        *_source(path),
-        *chosen,
-        *coded,
-    ]
+    command = [program, *_says("error"), *_source(path), *_FRAME_BY_FRAME, *pictures, *coded]
     count = 0
     with (
         tempfile.TemporaryFile() as said,
@@ -166,7 +157,12 @@ def _frames(path: Path, told: _Told) -> Iterator[np.ndarray]:
         raise _unreadable(
             path, f"ffmpeg ended with status {process.returncode} after {count} frames"
         )
-    _read_log(path, lines, told)
+    _read_times(path, told)
+
+
+def _says(level: str) -> list[str]:
+    """Return arguments of ffmpeg for a log of a level and above; each line names its level."""
+    return ["-hide_banner", "-nostdin", "-nostats", "-v", f"level+{level}"]
 
 
 def _source(path: Path) -> list[str]:
@@ -202,13 +198,21 @@ def _next_frame(stream: IO[bytes]) -> np.ndarray | None:
     return np.frombuffer(content, dtype=np.uint8).reshape(height, width, 4)
 
 
-def _read_log(path: Path, lines: list[str], told: _Told) -> None:
-    """Fill `told` from ffmpeg's log of a whole file.
+def _read_times(path: Path, told: _Told) -> None:
+    """Fill `told` from what ffmpeg's `showinfo` tells of each frame of a file without errors.
+
+    It reads the file again: `showinfo` prints a line in parts, and an error of another thread that
+    falls between two of them loses its level, so that nobody sees that it is an error.
 
     Raises:
         UserError: the picture ends before the file should, or is HDR.
     """
-    text = "\n".join(lines)
+    shown_only = ["-vf", f"showinfo=checksum=0,{_NUMBERED}", "-f", "null", "-"]
+    program = imageio_ffmpeg.get_ffmpeg_exe()
+    command = [program, *_says("info"), *_source(path), *_FRAME_BY_FRAME, *shown_only]
+    done = subprocess.run(command, capture_output=True, process_group=0)
+    text = done.stderr.decode(errors="replace")
+    lines = text.splitlines()
     matches = [_SHOWN.search(line) for line in lines]
     shown = [match for match in matches if match is not None]
     mapped = re.search(r"Stream #0:\d+ -> #0:0 \((\w+)", text)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -419,13 +418,11 @@ def format_cpu_plan(plan: Plan, reward: float = 0.0) -> str:
         _line(
             "all of the run", "", f"{sum(whole_run.values()):.3g}", _duration(run_seconds), width=29
         ),
-        textwrap.fill(
+        wrapped(
             "'on 2 cores' is at the rates that two quiet cores of an AMD EPYC reached with the "
             "testbed; on busy cores the same run has taken three times as long."
             f"{not_counted} --gpus 1 plans for a GPU.",
-            80,
-            initial_indent="  ",
-            subsequent_indent="  ",
+            first="  ",
         ),
         "",
         f"memory while it trains, engine {plan.engine}",
@@ -455,7 +452,7 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
     lines = []
     if not fits:
         sizes = f"{format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}"
-        lines += textwrap.wrap(f"This does not fit: {sizes}. Try {REMEDIES}.", 80)
+        lines.append(wrapped(f"This does not fit: {sizes}. Try {REMEDIES}.", rest=""))
         lines.append("")
     lines += [
         *_format_model(plan),
@@ -467,12 +464,7 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         _line("together", format_bytes(together)),
         f"  {'fits' if fits else 'does not fit'}: {together / 2**30:.2f} of the "
         f"{plan.gpu_memory / 2**30:.2f} GiB of a card of {plan.gpu_memory / 1e9:g} GB",
-        *textwrap.wrap(
-            f"Not counted: {', '.join(plan.uncounted)}.",
-            80,
-            initial_indent="  ",
-            subsequent_indent="    ",
-        ),
+        wrapped(f"Not counted: {', '.join(plan.uncounted)}.", first="  ", rest="    "),
         *in_host_memory,
         "",
         *_format_disk(plan),
@@ -554,7 +546,7 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
         prices = [_number(price * h) for h in hours]
         lines.append(_line(f"at {price:g} an hour", "", "", *prices, width=29))
     lines.append(
-        textwrap.fill(
+        wrapped(
             f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a "
             f"matrix product in bf16, a burst on one H200), with {plan.prompt_tokens} tokens a "
             "prompt. 'on H200s' is at the TFLOP/s that this H200 reached by FlashAttention 4 "
@@ -562,9 +554,7 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
             "Training holds the backward and the recomputation with checkpointing. The anchor is "
             "free in the iteration after its refresh. Times are those of the GPU with the most "
             f"work. {not_counted} not counted.",
-            80,
-            initial_indent="  ",
-            subsequent_indent="  ",
+            first="  ",
         )
     )
     return lines
@@ -702,7 +692,7 @@ def _format_data(
         notes.append(f"note: {shared}")
     notes += [f"warning: {warning}" for warning in warnings]
     for note in notes:
-        lines.append(textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    "))
+        lines.append(wrapped(note, first="  ", rest="    "))
     return "\n".join(lines)
 
 

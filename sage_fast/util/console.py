@@ -115,10 +115,20 @@ def shows(level: int = logging.INFO) -> bool:
     return _screen in PACKAGE.handlers and level >= _screen.level
 
 
-def wrapped(line: str) -> str:
-    """Wrap a line to 80 columns. Continuation lines are indented; paths are not broken."""
+def wrapped(line: str, *, first: str = "", rest: str = "  ") -> str:
+    """Wrap a line to 80 columns; paths and names are not broken.
+
+    Args:
+        first: what the first line begins with.
+        rest: what each line after it begins with.
+    """
     return textwrap.fill(
-        line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+        line,
+        80,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 
