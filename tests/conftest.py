@@ -35,6 +35,13 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
 gc.disable()  # while test modules are imported: a fifth faster
 
 
+# A shell ignores these two for what it starts in the background, and its children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
 def _end_quietly() -> None:
     """Drop what is printed as the interpreter ends: 26 lines of Triton's bindings about leaks,
     below the failures."""
