@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from sage_fast.util.files import read_json, read_metrics
 from sage_fast.util.ranks import rank
 from tests.ranks import run_ranks, screens
 from tests.tiny import settings
+from tests.waits import wait_until
 
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 HOOKS = (
@@ -578,8 +578,7 @@ def test_an_end_that_a_signal_has_interrupted_is_the_end(tmp_path: Path) -> None
 
     def terminate(run: Run, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        while not run.signals.number:  # a thread takes note of it
-            time.sleep(0.01)
+        wait_until(lambda: run.signals.number)  # a thread takes note of it
 
     with pytest.raises(Stopped):
         train(small, callbacks=[StopsAfter(1), Odd(on_checkpoint=terminate)])

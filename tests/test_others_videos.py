@@ -6,11 +6,13 @@ import logging
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import imageio_ffmpeg
 import pytest
 import torch
 
+from sage_fast.eval import playback
 from sage_fast.eval.playback import for_browser, read_clip, read_video
 from sage_fast.eval.video_folder import read_folder
 from sage_fast.util.errors import UserError
@@ -207,6 +209,21 @@ def test_a_file_that_is_cut_off_is_no_video(name: str, share: float, tmp_path: P
     (tmp_path / file).write_bytes(content[: int(share * len(content))])
     with pytest.raises(UserError, match=rf"{file}: cannot be read as a video: .*"):
         read_clip(tmp_path / file)
+
+
+def test_a_file_that_is_gone_before_its_times_are_read_is_no_video(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ffmpeg(*ramp(), *H264, tmp_path / "a.mp4")
+    read_times = playback._read_times
+
+    def gone(path: Path, told: Any) -> None:
+        path.unlink()
+        read_times(path, told)
+
+    monkeypatch.setattr(playback, "_read_times", gone)
+    with pytest.raises(UserError, match=r"a\.mp4: cannot be read as a video: ffmpeg told of 0 fra"):
+        read_clip(tmp_path / "a.mp4")
 
 
 def test_a_damaged_picture_is_no_video(tmp_path: Path) -> None:

@@ -212,12 +212,14 @@ def _read_times(path: Path, told: _Told) -> None:
     command = [program, *_says("info"), *_source(path), *_FRAME_BY_FRAME, *shown_only]
     done = subprocess.run(command, capture_output=True, process_group=0)
     text = done.stderr.decode(errors="replace")
-    lines = text.splitlines()
-    matches = [_SHOWN.search(line) for line in lines]
+    matches = [_SHOWN.search(line) for line in text.splitlines()]
     shown = [match for match in matches if match is not None]
+    if done.returncode or not shown:
+        why = f"ffmpeg told of {len(shown)} frames and ended with status {done.returncode}"
+        raise _unreadable(path, why)
     mapped = re.search(r"Stream #0:\d+ -> #0:0 \((\w+)", text)
     told.codec = mapped[1] if mapped else ""
-    told.format = shown[0]["format"] if shown else ""
+    told.format = shown[0]["format"]
     hdr = [name for name in _HDR if re.search(rf"\b{name}\b", text)]
     if hdr:
         raise UserError(
@@ -234,8 +236,8 @@ def _read_times(path: Path, told: _Told) -> None:
         return
     duration = 3600 * int(stated[1]) + 60 * int(stated[2]) + float(stated[3])
     frames = 2 / told.fps
-    # Where all ends early, the file is cut off, perhaps between two frames. Sound may be longer
-    # than the picture.
+    # A file whose picture and sound both end early is cut off, perhaps between two frames. The
+    # picture alone may end early: sound may be longer.
     if end < 0.9 * duration - frames and _sound_ends(path) < 0.9 * duration - frames:
         count = f"{len(shown)} frames, {end:.2f} s of {duration:.2f} s"
         raise _unreadable(path, f"it ends after {count}")
