@@ -21,7 +21,7 @@ from sage_fast.tools.harness import usual_dtype
 from sage_fast.tools.operators import OPERATORS, inputs
 from sage_fast.util.captions import Caption, PromptKey
 
-PROMPT = "a red circle moves left quickly"
+PROMPT = "a small red ball moves left quickly"
 TESTBED = "random:testbed"
 
 

@@ -5,7 +5,7 @@
     config = sf.load("config.yaml", {"train.iterations": 50})
     run = sf.train(config)
     comparison = sf.evaluate(["base", run.folder])
-    files = sf.sample(run.folder, prompts=["a red circle moves left quickly"])
+    files = sf.sample(run.folder, prompts=["a small red ball moves left quickly"])
 
 `__all__` is the public interface; docs/reference/python.md describes it. Importing the package
 takes no time: each name is imported when it is first used.

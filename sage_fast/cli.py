@@ -39,7 +39,7 @@ EPILOG = """examples:
   sage-fast train configs/hunyuanvideo15-480p.yaml --dry-run --gpus 8
   torchrun --nproc-per-node 8 -m sage_fast train configs/hunyuanvideo15-480p.yaml
   sage-fast train runs/demo --resume
-  sage-fast sample runs/demo --prompt "a red circle moves left quickly"
+  sage-fast sample runs/demo --prompt "a small red ball moves left quickly"
 
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 Any setting of the YAML file can be given on the command line, such as

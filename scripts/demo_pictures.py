@@ -1,10 +1,10 @@
 """Draw README's pictures again from a finished run of the demo: python -m scripts.demo_pictures
 runs/demo
 
-demo.png: the held-out prompts with the largest, the median and the smallest gain, before and after
-training and as a correct clip; the means of the reward's parts; the held-out reward by iteration.
-demo.webp: the same clips, moving. report.png: the top of the run's report, by Chromium. All go into
-docs/images, or into the folder that is named second.
+demo.webp: the held-out prompts with the largest, the median and the smallest gain, moving: before
+training, after it, and a correct clip. demo.png: the means of the reward's parts, and the held-out
+reward by iteration. report.png: the top of the run's report, by Chromium. All go into docs/images,
+or into the folder that is named second.
 
 A correct clip is drawn as its prompt says and passes through the autoencoder. The clips before and
 after are sampled again, with the seeds of the run's evaluations; their rewards must be those that
@@ -17,13 +17,11 @@ import dataclasses
 import io
 import shutil
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from sage_fast.commands.sources import load_run
@@ -33,14 +31,16 @@ from sage_fast.report.page import RunReport, read_run, write_report
 from sage_fast.run_folder import RunFolder
 from sage_fast.testbed.rewards import measure
 from sage_fast.util.captions import PromptKey
-from sage_fast.util.videos import evenly_spaced, pixels
+from sage_fast.util.videos import pixels
 from studies.drawn import picture
 from studies.testbed.look import drawn_by, mean_parts
-from studies.testbed.pretrain import correct_clips
+from studies.testbed.pretrain import LESSONS, correct_clips
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
-FRAMES = 3
-"""Frames of a clip on the still picture, evenly spaced from the first to the last."""
+CLIP, GAP, LINE = 128, 8, 24
+"""Pixels of the moving picture: side of a clip, gap, height of a line of text."""
+GROUND, INK = (21, 23, 28), (232, 234, 238)
+"""Colours of the moving picture, which stands on light and dark pages alike."""
 FRAME_MS, LAST_FRAME_MS = 120, 900
 REPORT_WIDTH = 840
 """Pixels of a window for the report."""
@@ -83,32 +83,39 @@ def chosen(prompts: list[str], gains: Tensor) -> dict[str, int]:
         prompt: float(gains[[other == prompt for other in prompts]].mean()) for prompt in prompts
     }
     ordered = sorted(means, key=lambda prompt: -means[prompt])
-    shown = {"best": ordered[0], "median": ordered[len(ordered) // 2], "worst": ordered[-1]}
-    lines = {name: prompt.replace(" moves ", "\nmoves ") for name, prompt in shown.items()}
+    shown = {"largest": ordered[0], "median": ordered[len(ordered) // 2], "smallest": ordered[-1]}
     return {
-        f"{name}: {means[shown[name]]:+.2f}\n{text}": prompts.index(shown[name])
-        for name, text in lines.items()
+        f"{prompt} ({name} gain, {means[prompt]:+.2f})": prompts.index(prompt)
+        for name, prompt in shown.items()
     }
 
 
-def draw_clips(
-    figure: Any, rows: dict[str, Clips], columns: dict[str, int], frames: Sequence[int]
-) -> None:
-    """Draw a row for each set of clips and a column for each chosen prompt, with these frames of
-    every clip."""
-    for (heading, number), block in zip(
-        columns.items(), figure.subfigures(1, len(columns), wspace=0.06)
-    ):
-        block.suptitle(heading, fontsize=10.5)
-        for label, line in zip(rows, block.subplots(len(rows), len(frames), squeeze=False)):
-            clip = pixels(rows[label].videos[number])
-            for frame, axes in zip(frames, line):
-                axes.imshow(clip[frame], interpolation="nearest")
-                axes.set(xticks=[], yticks=[])
-                axes.spines[:].set_visible(False)
-            line[len(frames) // 2].set_xlabel(
-                f"{label}: {float(rows[label].rewards[number]):.2f}", fontsize=10
-            )
+def moving_frames(columns: dict[str, Clips], rows: dict[str, int]) -> list[Image.Image]:
+    """Draw each frame of the moving picture: a column for each set of clips, and a row for each
+    chosen clip under its heading."""
+    width = GAP + len(columns) * (CLIP + GAP)
+    height = LINE + GAP + len(rows) * (LINE + CLIP + GAP)
+    font = ImageFont.load_default(size=12)
+    clips = {
+        (label, number): pixels(sampled.videos[number])
+        for label, sampled in columns.items()
+        for number in rows.values()
+    }
+    frames = []
+    for frame in range(len(next(iter(clips.values())))):
+        image = Image.new("RGB", (width, height), GROUND)
+        draw = ImageDraw.Draw(image)
+        for k, label in enumerate(columns):
+            draw.text((GAP + k * (CLIP + GAP), GAP), label, fill=INK, font=font)
+        for i, (heading, number) in enumerate(rows.items()):
+            top = LINE + GAP + i * (LINE + CLIP + GAP)
+            draw.text((GAP, top + 4), heading, fill=INK, font=font)
+            for k, label in enumerate(columns):
+                picture_of_clip = Image.fromarray(clips[label, number][frame])
+                enlarged = picture_of_clip.resize((CLIP, CLIP), Image.Resampling.NEAREST)
+                image.paste(enlarged, (GAP + k * (CLIP + GAP), top + LINE))
+        frames.append(image)
+    return frames
 
 
 def draw_parts(axes: Any, rows: dict[str, Clips]) -> None:
@@ -165,33 +172,31 @@ def main(run: Path, folder: Path = FOLDER) -> None:
     )
     prompts = logged["after"]["prompts"]
     rows = {"before": sampled(begun, logged["before"]), "after": sampled(ended, logged["after"])}
-    _, decoded = correct_clips(ended.model.decoder, prompts, ended.config.sampling.num_frames)
+    _, decoded = correct_clips(LESSONS["testbed"], ended.model.decoder, prompts)
+    decoded = decoded[:, : ended.config.sampling.num_frames]
     rows["correct clip"] = scored(ended, decoded, prompts)
-    columns = chosen(prompts, rows["after"].rewards - rows["before"].rewards)
-    last, most = rows["after"].videos.shape[1] - 1, sum(ended.reward.weights.values())
+    shown = chosen(prompts, rows["after"].rewards - rows["before"].rewards)
+    most = sum(ended.reward.weights.values())
 
-    def still(figure: Any) -> None:
-        top, bottom = figure.subfigures(2, 1, height_ratios=[1.4, 1])
-        draw_clips(top, rows, columns, evenly_spaced(last + 1, FRAMES))
-        bars, course = bottom.subplots(1, 2, width_ratios=[1.25, 1])
+    def charts(figure: Any) -> None:
+        bars, course = figure.subplots(1, 2, width_ratios=[1.25, 1])
         draw_parts(bars, rows)
         draw_course(course, trained, rows, most)
-        bottom.legend(
+        figure.legend(
             *bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(rows)
         )
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "demo.png").write_bytes(picture(still, (6.2, 6), "png", "demo"))
-    drawn = (partial(draw_clips, rows=rows, columns=columns, frames=[i]) for i in range(last + 1))
-    moving = [Image.open(io.BytesIO(picture(draw, (5, 6.2), "png", "demo"))) for draw in drawn]
-    times = [*[FRAME_MS] * last, LAST_FRAME_MS]
+    (folder / "demo.png").write_bytes(picture(charts, (6.2, 2.8), "png", "demo"))
+    moving = moving_frames(rows, shown)
+    times = [*[FRAME_MS] * (len(moving) - 1), LAST_FRAME_MS]
     moving[0].save(
         folder / "demo.webp",
         save_all=True,
         append_images=moving[1:],
         duration=times,
         loop=0,
-        quality=75,
+        quality=80,
     )
     if (report := report_picture(write_report(run))) is None:
         print("no Chromium: report.png is not drawn")

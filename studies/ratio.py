@@ -1,9 +1,9 @@
 """Measure how much each `objective.ratio` is clipped, in bfloat16 and float32: `python -m
 studies.ratio FILE`.
 
-Runs the testbed of configs/recipes/paper.yaml with the published clip range, eta and learning rate:
-1e-4, 0.5, 1e-5. Each iteration makes two updates on the same rollouts; only the second can be
-clipped.
+Runs configs/recipes/paper.yaml in the world of shapes with the published clip range, eta and
+learning rate: 1e-4, 0.5, 1e-5. Each iteration makes two updates on the same rollouts; only the
+second can be clipped.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import ParityError
 from sage_fast.util.files import write_json
+from studies.shapes.world import WORLD_SETTINGS
 
 ITERATIONS, SEEDS = 6, (0, 1)
 SETTINGS = {
@@ -59,7 +60,8 @@ def gate(config: Config) -> dict[str, Any]:
 def measure(dtype: str, ratio: str, seed: int) -> dict[str, Any]:
     """Return the means over the iterations, and each iteration's clip fraction."""
     overrides = SETTINGS | {"model.dtype": dtype, "objective.ratio": ratio, "seed": str(seed)}
-    config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", overrides)
+    recipe = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
+    config = load(recipe, overrides, [WORLD_SETTINGS])
     found = gate(config)
     run = trainer(
         dataclasses.replace(config, train=dataclasses.replace(config.train, parity_gate=False))

@@ -56,7 +56,7 @@ class TrainedRun:
 
         Args:
             part: `reward` (all parts with weight 1, whatever the run was trained on), `vq`,
-                `judge/alignment`, ...
+                `judge/naturalness`, ...
         """
         last = self.evaluations[-1]["iteration"]
         late = [
@@ -157,6 +157,23 @@ def planned_flops(config: Config, spec: Spec | None = None, ranks: int = 1) -> d
         for part, count in plan(config, spec, ranks=ranks).flops.items()
         if part != "forward"
     }
+
+
+def teraflops(config: Config) -> float:
+    """Return the planned TFLOPs (1e12) of a run at its own size, without its evaluations."""
+    return config.train.iterations * sum(_own_flops(config).values()) / 1e12
+
+
+def decoder_share(config: Config) -> float:
+    """Return the decoder's share of the FLOPs of a run at its own size, in [0, 1]."""
+    of_iteration = _own_flops(config)
+    return of_iteration["decode"] / sum(of_iteration.values())
+
+
+def _own_flops(config: Config) -> dict[str, float]:
+    from sage_fast.models.find import find_spec
+
+    return planned_flops(config, find_spec(config.model.path))
 
 
 def exaflops(config: Config) -> dict[str, float]:

@@ -24,7 +24,7 @@ from sage_fast.cli import main
 from tests.ranks import run_ranks, screens
 from tests.tiny import BASE_SETTINGS
 
-PROMPT = "a red circle moves left quickly"
+PROMPT = "a small red ball moves left quickly"
 SETTINGS = BASE_SETTINGS | {"eval.seeds_per_prompt": 1, "eval.num_videos": 1}
 
 
@@ -310,7 +310,7 @@ CALLS: dict[str, tuple[Callable[[sf.Run], object], str]] = {
         "callbacks = 3: expected a list of callbacks",
     ),
     "a text as prompts": (
-        lambda run: sf.sample(run, prompts="a red circle"),
+        lambda run: sf.sample(run, prompts="a small red ball"),
         "texts are given as a list, prompts=[...]",
     ),
     "no prompts": (lambda run: sf.sample(run, prompts=[]), "expected at least one text"),

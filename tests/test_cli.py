@@ -341,7 +341,7 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     assert evaluations[0]["seeds"] == evaluations[1]["seeds"]
     assert evaluations[0]["reward"] != evaluations[1]["reward"]
     # the judge in configs/recipes/paper.yaml
-    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]
+    judged = [scores["parts"]["judge/color"] for scores in evaluations]
     assert judged[0] != judged[1]
 
 
@@ -387,14 +387,14 @@ def test_sample_and_eval_and_report_of_a_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prompt = "a red circle moves left quickly"
+    prompt = "a small red ball moves left quickly"
     assert (
         main(
             ["sample", str(finished_run), "--prompt", prompt, "--folder", str(tmp_path), "--quiet"]
         )
         == 0
     )
-    assert (tmp_path / "00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 500
+    assert (tmp_path / "00-a-small-red-ball-moves-left-quickly.mp4").stat().st_size > 500
     assert (
         main(["eval", str(finished_run), "--json", str(tmp_path / "scores.json"), "--quiet"]) == 0
     )
@@ -574,7 +574,7 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
         (["--data.prompts", "none.jsonl"], "/none.jsonl': no such file"),
         (["--data.eval_prompts", "testbed:heldout"],
          "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
-                                                     "moving shapes, not for model.path = "
+                                                     "balls, not for model.path = "
                                                      "'hunyuanvideo-community/"),
         (["--gpu-memory", "0"], "--gpu-memory 0: expected a number above 0"),
     ],
@@ -593,7 +593,7 @@ def test_a_file_of_the_testbeds_captions_is_refused_with_another_model(
     captions.write_text("\n".join(heldout_prompts()))
     assert main(["train", REAL, "--dry-run", "--data.eval_prompts", str(captions)]) == 2
     assert (
-        "captions.txt': captions of the testbed's moving shapes, not for model.path"
+        "captions.txt': captions of the testbed's balls, not for model.path"
         in capsys.readouterr().err
     )
 
@@ -727,7 +727,7 @@ def test_commands_without_settings_do_not_speak_of_them(
 def test_word_unknown_to_the_testbed_is_found_before_the_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "prompts.txt").write_text("a purple circle moves left quickly\n")
+    (tmp_path / "prompts.txt").write_text("a small purple ball moves left quickly\n")
     assert train(tmp_path / "run", "--data.prompts", str(tmp_path / "prompts.txt")) == 2
     assert 'does not know "purple"' in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -752,7 +752,7 @@ def test_a_file_is_no_folder(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     for command in (
-        ["sample", str(PAPER), "--prompt", "a red circle"],
+        ["sample", str(PAPER), "--prompt", "a small red ball"],
         ["profile", str(PAPER)],
         ["compare", "."],
     ):

@@ -447,7 +447,7 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
             "tracking: {trackers: wandb}\n",
             r"trackers = .wandb.: expected a list of text, such as \[one, two\]",
         ),
-        ("a red circle moves left " * 20, "expected a mapping of settings"),
+        ("a small red ball moves left " * 20, "expected a mapping of settings"),
         (
             "seed: 3\nsampling:\n  eta: 1\n\n  etta: 2\n",
             r"c.yaml: unknown setting 'sampling.etta'; did you",
@@ -455,7 +455,7 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         ("# a\nsampling.etta: 2\n", r"c.yaml: unknown setting 'sampling.etta'; did you mean"),
         ("sampling: 3\n", r"c.yaml: 'sampling' is a section of settings: sampling.sampler"),
         (
-            "a red circle moves left " * 20 + ": 1",
+            "a small red ball moves left " * 20 + ": 1",
             "unknown setting 'a red .* \\[...\\]'; --help lists them",
         ),
     ],
@@ -691,7 +691,7 @@ def test_several_rewards_replace_the_one_of_the_layer_below_and_it_them(tmp_path
         (tmp_path / "dumped.yaml").write_text(dump(config))
         assert load(tmp_path / "dumped.yaml") == config
     reward = load(
-        several, {"reward.name": "testbed-judge", "reward.weights": "{alignment: 1}"}
+        several, {"reward.name": "testbed-judge", "reward.weights": "{naturalness: 1}"}
     ).reward
     assert (reward.name, reward.several, reward.args) == ("testbed-judge", [], {})
     with pytest.raises(UserError, match=r"^reward.weights = .*reward.several takes its place"):

@@ -24,9 +24,9 @@ from tests.tiny import settings, tiny_model, train
 
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 WORDS = [
-    "a red circle moves left quickly",
-    "a blue square moves up slowly",
-    "a green circle moves right slowly",
+    "a small red ball moves left quickly",
+    "a big blue ball moves up slowly",
+    "a small green ball moves right slowly",
 ]
 
 
@@ -55,7 +55,7 @@ def test_a_resume_says_that_the_prompts_are_others(
     assert "from here on" not in caplog.text
     before = json.loads((tmp_path / "run" / "run.json").read_text())["contents"]
     assert before["data.prompts"].startswith("3 prompts (SHA-256 ")
-    assert before["data.eval_prompts"].startswith("24 prompts (SHA-256 ")
+    assert before["data.eval_prompts"].startswith("16 prompts (SHA-256 ")
     records(tmp_path, WORDS[:2])
     train(settings(**given | {"train__iterations": 2}), resume=True)
     said = " ".join(" ".join(caplog.messages).split())
@@ -224,8 +224,8 @@ def test_held_out_prompts_that_are_trained_on_are_noted(
     )
     notes = load_setup(resolve(config)).model.notes
     said = (
-        "3 of 3 prompts of data.eval_prompts are also in data.prompts, such as 'a red circle moves "
-        "left quickly'"
+        "3 of 3 prompts of data.eval_prompts are also in data.prompts, such as 'a small red ball "
+        "moves left quickly'"
     )
     assert any(said in note for note in notes)
     assert (

@@ -17,17 +17,17 @@ from tests.tiny import arguments
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 
 
-def test_the_columns_are_the_prompts_of_largest_median_and_smallest_mean_gain() -> None:
+def test_the_rows_are_the_prompts_of_largest_median_and_smallest_mean_gain() -> None:
     prompts = [
-        "a red circle moves up slowly",
-        "a blue circle moves up slowly",
-        "a green circle moves up slowly",
+        "a small red ball moves up slowly",
+        "a small blue ball moves up slowly",
+        "a small green ball moves up slowly",
     ] * 2
     found = demo_pictures.chosen(prompts, torch.tensor([1.0, 0.9, -0.2, 0.0, 0.7, 0.0]))
     assert found == {
-        "best: +0.80\na blue circle\nmoves up slowly": 1,
-        "median: +0.50\na red circle\nmoves up slowly": 0,
-        "worst: -0.10\na green circle\nmoves up slowly": 2,
+        "a small blue ball moves up slowly (largest gain, +0.80)": 1,
+        "a small red ball moves up slowly (median gain, +0.50)": 0,
+        "a small green ball moves up slowly (smallest gain, -0.10)": 2,
     }
 
 
@@ -43,7 +43,7 @@ def test_all_pictures_are_drawn_from_one_run(
     capsys.readouterr()
     demo_pictures.main(run, folder)
     with Image.open(folder / "demo.png") as still, Image.open(folder / "demo.webp") as moving:
-        assert min(still.size) > 600
+        assert min(still.size) > 300
         assert moving.n_frames == 9  # type: ignore[attr-defined]
     assert (folder / "demo.webp").stat().st_size < 400_000
     assert (folder / "report.png").is_file() == bool(
@@ -52,7 +52,7 @@ def test_all_pictures_are_drawn_from_one_run(
     after = json.loads((run / "eval" / "after.json").read_text())
     printed = capsys.readouterr().out
     assert f"after: reward {sum(after['reward']) / 6:.3f} of 3, " in printed
-    for part in ("clean shape", "steady motion", "colour", "shape", "direction", "speed"):
+    for part in ("clean ball", "steady motion", "colour", "size", "direction", "speed"):
         assert len(re.findall(rf", {part} [01]\.\d\d", printed)) == 3
 
     (run / "eval" / "after.json").write_text(

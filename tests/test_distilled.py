@@ -35,7 +35,7 @@ from sage_fast.util.errors import UserError
 from tests.tiny import CPU, BrightnessReward, embeddings, keys_of, settings
 from tests.tiny_checkpoint import SHIFT, write_tiny_checkpoint
 
-PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
+PROMPTS = ["a small red ball moves left quickly", "a big blue ball moves up slowly"]
 KEYS = keys_of(PROMPTS)
 SPACE = (32, 2, 3, 4)
 PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_"

@@ -128,7 +128,8 @@ def test_every_command_of_the_page(
     pipeline = names["pipeline"]
 
     def latents() -> torch.Tensor:
-        made = pipeline("a red circle", height=32, width=32, num_frames=5, num_inference_steps=2,
+        made = pipeline("a small red ball", height=32, width=32, num_frames=5,
+            num_inference_steps=2,
             output_type="latent",
                         generator=torch.Generator().manual_seed(0))  # fmt: skip
         return made.frames

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 TOLERANCES = {"full muon": 2**-8, "full bfloat16": 2**-5, "lora adamw": 1e-5}
 """Of an update, relative to its size: Muon orthogonalises in bfloat16."""
-WORDS = "a red circle moves left quickly"
+WORDS = "a small red ball moves left quickly"
 
 
 def engine(case: str, name: str, **others: Any) -> Engine:

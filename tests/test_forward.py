@@ -22,7 +22,7 @@ from sage_fast.rollout.step import denoise
 from sage_fast.util.captions import PromptKey
 from tests.tiny import embeddings, keys_of, perturb, settings, tiny_model, tiny_trainer
 
-PROMPTS = keys_of(["a red circle moves left quickly", "a blue square moves up slowly"])
+PROMPTS = keys_of(["a small red ball moves left quickly", "a big blue ball moves up slowly"])
 SYNCHRONISING = {
     "_local_scalar_dense",
     "nonzero",

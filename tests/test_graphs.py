@@ -34,9 +34,9 @@ from tests.tiny import embeddings, keys_of, settings, tiny_model, tiny_trainer, 
 
 PROMPTS = keys_of(
     [
-        "a red circle moves left quickly",
-        "a blue square moves up slowly",
-        "a green circle moves down slowly",
+        "a small red ball moves left quickly",
+        "a big blue ball moves up slowly",
+        "a small green ball moves down slowly",
     ]
 )
 STEPS = 5

@@ -20,7 +20,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.captions import PromptKey
 from tests.tiny import perturb, settings, tiny_trainer
 
-PROMPT = PromptKey("a red circle moves left quickly")
+PROMPT = PromptKey("a small red ball moves left quickly")
 
 
 def setup_of(trainer: Trainer) -> Setup:

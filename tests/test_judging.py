@@ -17,7 +17,7 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.commands.sources import labelled
-from sage_fast.eval.comparison import compare, format_table
+from sage_fast.eval.comparison import compare, format_table, gain_line
 from sage_fast.eval.gains import hacking, hacking_in_run, table
 from sage_fast.eval.playback import for_browser, read_video
 from sage_fast.eval.video_folder import read_folder, write_folder
@@ -281,7 +281,7 @@ def damage(name: str) -> Callable[[Path], object]:
         "no such file": csv_is("file,prompt\n7.mp4,a\n"),
         "too many": csv_is("file,prompt\n0.mp4,a, b\n"),
         "no prompt": csv_is('file,prompt\n0.mp4,""\n'),
-        "no video": csv_is("file,prompt\nvideos.csv,a red circle moves left slowly\n"),
+        "no video": csv_is("file,prompt\nvideos.csv,a small red ball moves left slowly\n"),
         "binary": lambda folder: (folder / "videos.csv").write_bytes(b"\xff\xfe\x00"),
         "cut off": cut,
         "text": lambda folder: (folder / "0.mp4").write_text("this is no video"),
@@ -307,7 +307,8 @@ def test_damaged_folders_of_videos_are_named(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folder_of_videos(
-        tmp_path / "theirs", ["a red circle moves left slowly", "a blue square moves up slowly"]
+        tmp_path / "theirs",
+        ["a small red ball moves left slowly", "a big blue ball moves up slowly"],
     )
     damage(name)(folder)
     assert main(["eval", str(folder), "--reward.name", "testbed"]) == 2
@@ -389,6 +390,29 @@ def test_one_prompt_has_no_interval() -> None:
     assert format_table(rows).endswith(
         "2 videos of 1 prompt each; no interval from fewer than 5 prompts"
     )
+
+
+@pytest.mark.parametrize(
+    ("after", "line"),
+    [
+        ([2.0, 3.1, 4.0, 5.1, 6.0], "rose: 3.000 to 4.040, +1.0400 ± 0.0680"),
+        ([0.0, 1.1, 2.0, 3.1, 4.0], "fell: 3.000 to 2.040, -0.9600 ± 0.0680"),
+        ([2.0, 1.0, 4.0, 3.0, 5.0], "did not clearly change: 3.000 to 3.000, +0.0000 ± 1.2417"),
+    ],
+)
+def test_the_line_of_a_run_says_whether_the_reward_changed(after: list[float], line: str) -> None:
+    before = video_set("before", [1.0, 2.0, 3.0, 4.0, 5.0])
+    found = gain_line(compare([before, video_set("after", after)]))
+    assert found == f"the reward of held-out prompts {line}"
+
+
+def test_there_is_no_line_without_a_reward_at_both_ends() -> None:
+    before = video_set("before", [1.0, 2.0])
+    unscored = VideoSet(
+        label="after", prompts=before.prompts, files=before.files, scores={"vq": [1.0, 2.0]}
+    )
+    assert gain_line(compare([before, unscored])) is None
+    assert gain_line(compare([before])) is None
 
 
 def test_labels_do_not_break_the_markdown() -> None:
@@ -693,7 +717,7 @@ def test_another_reward_scores_the_videos_that_a_run_has_kept(
         "--reward.name",
         "testbed-judge",
         "--reward.weights",
-        "{alignment: 1}",
+        "{naturalness: 1}",
         "--json",
         str(tmp_path / "x.json"),
     ]
@@ -702,7 +726,7 @@ def test_another_reward_scores_the_videos_that_a_run_has_kept(
     found = json.loads((tmp_path / "x.json").read_text())["sources"]["after"]
     videos = torch.stack([read_video(file) for file in kept[1].shown.values()])
     judge_here = Judge("testbed-judge", settings().reward)
-    expected = judge_here(videos, keys_of(kept[1].prompts)).parts["alignment"]
+    expected = judge_here(videos, keys_of(kept[1].prompts)).parts["naturalness"]
     assert found["reward"] == pytest.approx(expected.tolist(), rel=1e-4)
 
 

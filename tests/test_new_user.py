@@ -178,7 +178,8 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     eval_, sample = commands(look)
     user.run_or_call(*eval_)
     user.run_or_call(*sample)
-    assert (user.folder / "samples" / "00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 500
+    sampled = user.folder / "samples" / "00-a-small-red-ball-moves-left-quickly.mp4"
+    assert sampled.stat().st_size > 500
     own: dict[str, Any] = {}
     exec(compile(reward.text, "my_rewards.py", "exec"), own)
     for source in ("base", "first"):

@@ -234,8 +234,8 @@ def test_a_prompt_without_a_text_is_refused_before_a_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, wrong in (("p.jsonl", not held_out), ("h.jsonl", held_out)):
-        rows = [{"prompt": "a red circle moves left quickly", "text": "O"}]
-        rows += [{"prompt": "a blue square moves up slowly"}] if wrong else []
+        rows = [{"prompt": "a small red ball moves left quickly", "text": "O"}]
+        rows += [{"prompt": "a big blue ball moves up slowly"}] if wrong else []
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("c.yaml").write_text(
         "model: {dtype: float32}\nreward: {name: ocr, weights: {ocr: 1}}\noutput: run\n"
@@ -245,7 +245,7 @@ def test_a_prompt_without_a_text_is_refused_before_a_run(
         assert main(["train", "c.yaml", *own, *dry]) == 2
         error = capsys.readouterr().err
         assert (
-            "reward.name = 'ocr': prompt 'a blue square moves up slowly': no text in quotation "
+            "reward.name = 'ocr': prompt 'a big blue ball moves up slowly': no text in quotation "
             "marks" in error
         )
     assert not Path("run").exists()
@@ -265,7 +265,7 @@ def test_a_prompt_without_a_text_is_refused_before_a_run(
             )
             == 2
         )
-        assert "eval.judge = 'ocr': prompt 'a blue square" in capsys.readouterr().err
+        assert "eval.judge = 'ocr': prompt 'a big blue ball" in capsys.readouterr().err
 
 
 def test_the_shipped_prompts_have_texts() -> None:
@@ -301,7 +301,7 @@ def test_two_iterations_with_published_weights_and_a_failure(
     It draws shapes, not letters: a brightness tells samples apart.
     """
     (tmp_path / "p.jsonl").write_text(
-        '{"prompt": "a red circle moves left quickly", "text": "O"}\n'
+        '{"prompt": "a small red ball moves left quickly", "text": "O"}\n'
     )
     read, calls = ocr_module.RapidOCR.__call__, list[int]()
 

@@ -130,7 +130,7 @@ def test_the_example_of_the_api_runs_from_the_installed_wheel(wheel: Path, tmp_p
     assert done.returncode == 0, done.stderr[-3000:]
     first, *_, last = done.stdout.splitlines()
     assert Path(first).is_relative_to(tmp_path / "environment")
-    assert last == "[PosixPath('samples/00-a-red-circle-moves-left-quickly.mp4')]"
+    assert last == "[PosixPath('samples/00-a-small-red-ball-moves-left-quickly.mp4')]"
     assert (tmp_path / "runs" / "api" / "report.html").is_file()
 
 

@@ -8,7 +8,6 @@ import torch
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.models.find import find_spec
-from sage_fast.testbed import BASE as TESTBED
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from studies.pairs.judge import PairsJudge
@@ -25,6 +24,7 @@ from studies.pairs.world import (
     train_prompts,
 )
 from studies.race.runs import SECOND, Cell, config_of
+from studies.shapes.world import BASE as SHAPES_BASE
 
 pytestmark = pytest.mark.soak
 
@@ -85,9 +85,9 @@ def test_words_belong_to_their_thing() -> None:
     assert not torch.equal(one.sort(0).values, other.sort(0).values)
 
 
-def test_the_autoencoder_is_the_testbeds() -> None:
+def test_the_autoencoder_is_that_of_the_world_of_shapes() -> None:
     weights = "vae/diffusion_pytorch_model.safetensors"
-    assert (BASE / weights).read_bytes() == (TESTBED / weights).read_bytes()
+    assert (BASE / weights).read_bytes() == (SHAPES_BASE / weights).read_bytes()
 
 
 def test_a_run_of_the_race_trains_in_this_world() -> None:

@@ -114,7 +114,7 @@ def test_the_settings_of_a_run_are_read_again_whatever_its_folders_are_called(
     """A run's record holds whole paths, and so does what a shell completes."""
     folder = home / name
     (folder / "cache").mkdir(parents=True)
-    (folder / "prompts.txt").write_text("a red circle\n")
+    (folder / "prompts.txt").write_text("a small red ball\n")
     (folder / "mine.py").write_text("class Mine: pass\n")
     (folder / "c.yaml").write_text(
         "data: {prompts: prompts.txt, embedding_cache: cache}\nreward: {name: 'mine:Mine'}\n"

@@ -43,7 +43,7 @@ from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, with_images
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
-PROMPT = PromptKey("a red circle moves left quickly")
+PROMPT = PromptKey("a small red ball moves left quickly")
 
 
 FEW = {

@@ -179,7 +179,7 @@ def test_the_environment_switches_ranges_on(
         "sample",
         str(PAPER),
         "--prompt",
-        "a red circle moves left quickly",
+        "a small red ball moves left quickly",
         "--folder",
         str(tmp_path),
         "--quiet",

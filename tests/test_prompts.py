@@ -50,7 +50,7 @@ def test_every_command_refuses_a_prompt_in_one_line_that_steers_no_terminal(
     monkeypatch.chdir(tmp_path)
     name, *options = command.split()
     Path("c.yaml").write_text(f"base: {REPOSITORY / 'configs' / 'demo.yaml'}\noutput: run\n")
-    Path("p.txt").write_text("a red circle moves left \x1b[2Jquickly\n")
+    Path("p.txt").write_text("a small red ball moves left \x1b[2Jquickly\n")
     options += ["--prompts", "p.txt"] if name == "sample" else ["--data.prompts", "p.txt"]
     assert main([name, "c.yaml", *options]) == 2
     out, err = capfd.readouterr()
@@ -252,7 +252,7 @@ def test_further_keys_are_metadata(tmp_path: Path) -> None:
 RED, BLUE, GREEN = keys_of(
     f"a {color} circle moves left quickly" for color in ("red", "blue", "green")
 )
-LONG, OTHER = keys_of(["a red circle", "a blue circle"])
+LONG, OTHER = keys_of(["a small red ball", "a small blue ball"])
 
 
 def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
@@ -296,7 +296,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     lines = [
         {"prompt": RED.text, "negative_prompt": LONG.text, "seed": 3},
-        {"prompt": BLUE.text, "negative_prompt": "a blue circle moves"},
+        {"prompt": BLUE.text, "negative_prompt": "a small blue ball moves"},
         {"prompt": GREEN.text},
     ]
     Path("train.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -331,7 +331,7 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
     negatives = {key: known.negative for key, known in setup.embeddings.items()}
     assert {key: negative for key, negative in negatives.items() if negative.text} == {
         RED: LONG,
-        BLUE: PromptKey("a blue circle moves"),
+        BLUE: PromptKey("a small blue ball moves"),
     }
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     row = trainer.iteration(0)

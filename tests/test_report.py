@@ -55,7 +55,7 @@ def videos(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("videos")
     for name in ("before", "after"):
         (folder / name).mkdir()
-        for i, slug in enumerate(("a-b-red-b-circle", "a-blue-square")):
+        for i, slug in enumerate(("a-b-red-b-circle", "a-big-blue-ball")):
             save_mp4(folder / name / f"{i:02d}-{slug}.mp4", torch.rand(3, 3, 16, 16), 8)
     return folder
 
@@ -146,7 +146,7 @@ def test_every_video_can_be_stopped_and_none_starts_by_itself(run):
         assert "autoplay" not in attrs
     assert {attrs["aria-label"] for attrs in videos} >= {
         "before: a <b>red</b> circle",
-        "after: a blue square",
+        "after: a big blue ball",
     }
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert script.index("prefers-reduced-motion: reduce") < script.index(".play()")

@@ -155,7 +155,7 @@ OTHERS: dict[str, Any] = {
     "reward.name": "testbed-judge",
     "reward.args": {"folder": 1},
     "reward.prefix": "x_",
-    "reward.several": [{"name": "testbed-judge", "weights": {"alignment": 1}}],
+    "reward.several": [{"name": "testbed-judge", "weights": {"naturalness": 1}}],
     "eval.steps": 3,
     "eval.guidance_scale": 2.0,
     "eval.num_prompts": 1,
@@ -246,8 +246,8 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
 ) -> None:
     """Otherwise they would show only after all training, when the two evaluations are compared."""
     prompts, run = tmp_path / "heldout.jsonl", tmp_path / "run"
-    first = '{"prompt": "a red circle moves left quickly"}'
-    second = '{"prompt": "a blue square moves up slowly", "negative_prompt": "red"}'
+    first = '{"prompt": "a small red ball moves left quickly"}'
+    second = '{"prompt": "a big blue ball moves up slowly", "negative_prompt": "red"}'
     prompts.write_text(f"{first}\n{second}\n")
     options = [
         "--data.prompts",
@@ -260,7 +260,8 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
     ]
     assert main(["train", str(PAPER), "--output", str(run), *SMALL, *options]) == 0
     before = files(run)
-    for other in (second.replace("square", "circle"), second.replace('"red"', '"green"')):
+    for other in (second.replace("big", "small"), second.replace('"red"', '"green"')):
+        assert other != second
         prompts.write_text(f"{first}\n{other}\n")
         assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
         assert "holds other prompts than those that the run" in capsys.readouterr().err
@@ -429,7 +430,7 @@ def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixt
     assert lines[0] == f"note: iteration-000002 cannot be used and is skipped: {fault}"
     assert lines[1] == f"weights of iteration 1: {first}"
     (first / "manifest.json").unlink()
-    assert main(["sample", str(run), "--prompt", "a red circle moves left quickly"]) == 2
+    assert main(["sample", str(run), "--prompt", "a small red ball moves left quickly"]) == 2
     error = capsys.readouterr().err
     assert f"(iteration-000002: {fault}; iteration-000001: manifest.json is missing)" in error
 

@@ -258,7 +258,7 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(
     with pytest.raises(pytest.fail.Exception, match="the model"):
         load_setup(
             resolve(settings(reward__name="no_such:Reward")),
-            ["a red circle moves left quickly"],
+            ["a small red ball moves left quickly"],
             rewards=False,
         )
 

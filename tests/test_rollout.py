@@ -18,7 +18,7 @@ from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import sample_seeds
 from tests.tiny import embeddings, keys_of, settings, tiny_model
 
-PROMPTS = keys_of(["a red circle moves left quickly", "a blue square moves up slowly"])
+PROMPTS = keys_of(["a small red ball moves left quickly", "a big blue ball moves up slowly"])
 CPU = torch.device("cpu")
 
 

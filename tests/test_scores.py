@@ -18,7 +18,7 @@ from studies.differences import means_by_prompt
 
 def scores(reward, iteration=0, prompts=6):
     """An evaluation whose rewards alternate between the two in `reward`."""
-    names = ["a <b>red</b> circle", "a blue square", *(f"prompt {i}" for i in range(2, prompts))][
+    names = ["a <b>red</b> circle", "a big blue ball", *(f"prompt {i}" for i in range(2, prompts))][
         :prompts
     ]
     rewards = [reward[i % 2] for i in range(prompts)]

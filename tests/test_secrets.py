@@ -115,7 +115,7 @@ def test_a_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatc
     ):
         reward.check(sampling, keys_of(["a"]))
     monkeypatch.setenv("SAGE_KEY", SECRET)
-    reward.check(sampling, keys_of(["a red circle moves left quickly"]))
+    reward.check(sampling, keys_of(["a small red ball moves left quickly"]))
     assert "vq" in reward.parts
 
 

@@ -51,10 +51,10 @@ TRAINED = (2, 4) if SOAK else (2,)
 them too."""
 
 PROMPTS = {
-    "one length": ["a red circle moves left quickly"] * 2,
-    "two prompts": ["a red circle moves left quickly", "a blue square moves up slowly"],
+    "one length": ["a small red ball moves left quickly"] * 2,
+    "two prompts": ["a small red ball moves left quickly", "a big blue ball moves up slowly"],
     "one token": ["", ""],
-    "images": ["a red circle moves left quickly", "a blue square moves up slowly"],
+    "images": ["a small red ball moves left quickly", "a big blue ball moves up slowly"],
 }
 
 FORWARDS = list(

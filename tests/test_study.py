@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.util.errors import RunError
 from studies import page, runs
-from studies.demo import runs as demo
 from studies.differences import Difference, holm
 from studies.finding import KINDS, Claim, Finding, Material, corrected
 from studies.paper import comparisons, training
@@ -31,6 +30,7 @@ from studies.paper.compute import front
 from studies.paper.training import config_of, protocol
 from studies.race import runs as race
 from studies.runs import TrainedRun, difference, exaflops
+from studies.search import runs as search
 from tests.waits import HANG, wait_until
 
 pytestmark = pytest.mark.soak
@@ -431,7 +431,7 @@ def _alive(group: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("study", ["reproduce", "race", "demo"])
+@pytest.mark.parametrize("study", ["reproduce", "race", "search"])
 def test_the_archived_runs_are_those_of_the_settings_as_they_are(
     study: str, tmp_path: Path
 ) -> None:
@@ -439,9 +439,9 @@ def test_the_archived_runs_are_those_of_the_settings_as_they_are(
     settings_of = {
         "reproduce": training.settings_of,
         "race": race.settings_of,
-        "demo": demo.settings_of,
+        "search": search.settings_of,
     }[study]
-    left = [*training._protocol()["archived"], *demo._protocol()["archived"]]
+    left = [*training._protocol()["archived"], *search._protocol()["archived"]]
     (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(
         f"*-cpu-{study}-runs.tar.xz"
     )

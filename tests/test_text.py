@@ -162,7 +162,7 @@ def test_a_restart_that_cannot_help_is_not_tried_for_ever(options: list[str]) ->
 @pytest.mark.parametrize(
     ("prompt", "letters", "ascii_only"),
     [
-        ("A red Circle, left.", "a-red-circle-left", "a-red-circle-left"),
+        ("A small red Ball, left.", "a-small-red-ball-left", "a-small-red-ball-left"),
         ("Zo\u00eb\u2019s caf\u00e9", "zo\u00eb-s-caf\u00e9", "zoes-cafe"),
         ("\u7ea2\u8272\u7684\u5706 b", "\u7ea2\u8272\u7684\u5706-b", "b"),
         ("\u7ea2\u8272", "\u7ea2\u8272", ""),
@@ -235,7 +235,7 @@ def test_a_run_and_what_is_made_of_it(variables: dict[str, str], tmp_path: Path)
             "sample",
             str(run),
             "--prompt",
-            "a red circle moves left quickly",
+            "a small red ball moves left quickly",
             "--folder",
             str(folder),
         ],

@@ -204,7 +204,7 @@ def test_parts_that_no_tracker_can_hold_together_are_refused(key: str) -> None:
         "part 'clip' is the folder of part 'clip/first', which trackers cannot hold; expected "
         "another name"
     )
-    prompts = keys_of(["a red circle moves left slowly"])
+    prompts = keys_of(["a small red ball moves left slowly"])
     with pytest.raises(UserError, match=message):
         load_rewards(config, prompts, prompts, {})
 

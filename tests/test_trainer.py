@@ -635,7 +635,9 @@ def test_videos_come_back_in_the_order_of_the_prompts() -> None:
     """Videos are sampled by length and returned in the order of the call; each is what it is
     alone."""
     setup = setup_of(1, sampling__batch_size=2)
-    prompts = keys_of(["a red circle moves left quickly", "", "a blue square moves up slowly", ""])
+    prompts = keys_of(
+        ["a small red ball moves left quickly", "", "a big blue ball moves up slowly", ""]
+    )
     seeds = torch.arange(4)
     videos = generate(setup, prompts, seeds)
     for i, prompt in enumerate(prompts):

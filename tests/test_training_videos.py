@@ -25,7 +25,7 @@ from tests.ranks import run_ranks, screens
 from tests.test_cli import PAPER, SMALL
 from tests.tiny import settings
 
-PROMPTS = ["a red circle"] * 3 + ["a blue square"] * 3
+PROMPTS = ["a small red ball"] * 3 + ["a big blue ball"] * 3
 GROUPS = [0, 0, 0, 1, 1, 1]
 
 
@@ -112,7 +112,7 @@ def test_the_folder_the_trackers_and_the_page_show_them(tmp_path: Path) -> None:
 
     folder = tmp_path / "videos" / "training-000010"
     videos = read_folder("training", folder)
-    assert videos.prompts == ["a red circle"] * 2 + ["a blue square"] * 2
+    assert videos.prompts == ["a small red ball"] * 2 + ["a big blue ball"] * 2
     assert videos.seeds == [101, 100, 103, 105]
     assert list(videos.scores) == ["reward", "advantage", "vq", "ta"]
     assert np.allclose(videos.scores["reward"], [0.9, 0.2, 0.4, 0.1])
@@ -121,9 +121,9 @@ def test_the_folder_the_trackers_and_the_page_show_them(tmp_path: Path) -> None:
 
     (files, sheet, captions, iteration) = run.writer.calls[0]
     assert iteration == 10
-    assert files[0] == "00-a-red-circle.mp4"
+    assert files[0] == "00-a-small-red-ball.mp4"
     assert len(files) == 4
-    assert captions[0].startswith("advantage +0.37, reward 0.9: a red circle")
+    assert captions[0].startswith("advantage +0.37, reward 0.9: a small red ball")
     strip = np.asarray(sheet)[20 + 64]  # a line through the first video's frames
     assert (strip == 32).any(), "the frames of sample 1"
 

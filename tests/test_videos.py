@@ -201,11 +201,11 @@ def test_only_files_are_videos(tmp_path):
 def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
     """Numbers continue past gaps and past 99; earlier contact sheets stay."""
     folder = tmp_path / "out"
-    first = save_videos([ramp(), ramp()], ["A red circle!", "a blue square"], folder, 8)
-    assert [path.name for path in first] == ["00-a-red-circle.mp4", "01-a-blue-square.mp4"]
+    first = save_videos([ramp(), ramp()], ["A small red ball!", "a big blue ball"], folder, 8)
+    assert [path.name for path in first] == ["00-a-small-red-ball.mp4", "01-a-big-blue-ball.mp4"]
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    second = save_videos([1 - ramp()], ["a red circle"], folder, 8)
-    assert [path.name for path in second] == ["02-a-red-circle.mp4"]
+    second = save_videos([1 - ramp()], ["a small red ball"], folder, 8)
+    assert [path.name for path in second] == ["02-a-small-red-ball.mp4"]
     assert {path: path.read_bytes() for path in before} == before
     second[0].rename(folder / "102-moved.mp4")
     assert save_videos([ramp()], ["last"], folder, 8)[0].name == "103-last.mp4"
@@ -296,7 +296,10 @@ def test_sample_and_eval_end_before_a_model_is_loaded(
     folder = tmp_path / "videos"
     assert (
         main(
-            ["sample", paper, "--prompt", "a red circle moves left slowly", "--folder", str(folder)]
+            [
+                *("sample", paper, "--prompt", "a small red ball moves left slowly"),
+                *("--folder", str(folder)),
+            ]
         )
         == 2
     )

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'",
 )
-WORDS = "a red circle moves left quickly"
+WORDS = "a small red ball moves left quickly"
 UPDATES = 2
 OTHERS = ["full zero1 muon", "full zero2 muon", "lora zero1 adamw", "lora zero2 adamw"]
 

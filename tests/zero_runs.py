@@ -206,7 +206,7 @@ def resume(trainer: Trainer, run: Path) -> None:
 
 def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
     """Yield a loss of all weights, one of the blocks' weights alone, and one that is NaN."""
-    text = [embedding("a red circle moves left quickly")]
+    text = [embedding("a small red ball moves left quickly")]
     x, sigma = (
         torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(5)),
         torch.tensor([0.4]),
@@ -276,7 +276,7 @@ def muon_engine(name: str) -> Engine:
 def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Tensor]:
     """Update by the mean of two losses, with this process computing those of `ranks`; return the
     whole weights."""
-    policy, words = engine.policy, "a red circle moves left quickly"
+    policy, words = engine.policy, "a small red ball moves left quickly"
     text = [embedding(words)]
     for place in ranks:
         x = torch.randn(

@@ -38,7 +38,7 @@ OWN_REWARD = {
 Other configurations keep their own reward.
 """
 
-TESTBED_PROMPT = "a red circle moves left quickly"
+TESTBED_PROMPT = "a small red ball moves left quickly"
 PROMPT = "a red fox trots through fresh snow"
 """Prompts to sample: of the testbed's words, and for any other model."""
 

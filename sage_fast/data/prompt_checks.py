@@ -33,7 +33,7 @@ def check_prompt_sets(
     for key, prompts in (("prompts", train), ("eval_prompts", heldout)):
         if captions.issuperset(prompt.text for prompt in prompts):
             raise UserError(
-                f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, "
+                f"data.{key} = {getattr(data, key)!r}: captions of the testbed's balls, "
                 f"not for model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
             )
 

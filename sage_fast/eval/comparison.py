@@ -37,6 +37,21 @@ class Comparison(NamedTuple):
         return "\n".join(lines)
 
 
+def gain_line(compared: Comparison) -> str | None:
+    """Say in a line what the reward of held-out prompts gained from the first set to the last; None
+    where either has no reward."""
+    rows = [row for row in compared.rows if row.score == "reward"]
+    if len(rows) < 2:
+        return None
+    first, last = rows[0], rows[-1]
+    if last.gain is None:
+        return None
+    change = {"up": "rose", "down": "fell", "": "did not clearly change"}[last.direction]
+    gain = _with_margin(last.gain, last.gain_margin, sign=True)
+    ends = f"{format_number(first.mean, 3)} to {format_number(last.mean, 3)}"
+    return f"the reward of held-out prompts {change}: {ends}, {gain}"
+
+
 def compare(sets: Sequence[VideoSet], watched: tuple[str, ...] = (JUDGE_PART,)) -> Comparison:
     """Compare sets with the first one.
 

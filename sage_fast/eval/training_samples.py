@@ -1,6 +1,6 @@
 """Samples of training iterations that are shown: which ones, and where their videos are.
 
-    <run>/videos/training-000010/videos.csv 00-a-red-circle.mp4 01-a-red-circle.mp4 ...
+    <run>/videos/training-000010/videos.csv 00-a-small-red-ball.mp4 01-a-small-red-ball.mp4 ...
 
 The folder is one of scored videos, so `sage-fast eval` scores it with other rewards. `videos.csv`
 has the reward, its parts and the advantage of each video.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sage_fast.config.loader import leaves, read_yaml
-from sage_fast.eval.comparison import compare
+from sage_fast.eval.comparison import compare, gain_line
 from sage_fast.eval.gains import GainRow, hacking_in_run, table
 from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.training_samples import shown_iterations
@@ -264,6 +264,7 @@ def report_run(folder: Path, complete: bool, running: bool = False) -> None:
         complete: whether the run has come to its end.
         running: whether it goes on.
     """
+    gain = None
     if complete:
         run = RunFolder(folder)
         for note in run.evaluations[1]:
@@ -274,9 +275,14 @@ def report_run(folder: Path, complete: bool, running: bool = False) -> None:
             if kept:
                 write_folder(videos.only(kept), run.videos(name))
         if evaluations.keys() >= {"before", "after"}:
-            log.info(compare([evaluations["before"], evaluations["after"]]).text)
+            ends = evaluations["before"], evaluations["after"]
+            compared = compare(ends)
+            log.info(compared.text)
+            gain = gain_line(compared)
     page = write_report(folder, running)
     if complete:
+        if gain is not None:
+            log.info(gain)
         log.info(f"report: {page}")
 
 

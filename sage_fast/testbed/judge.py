@@ -1,11 +1,12 @@
 """The testbed's held-out judge; it plays the role that CLIPScore and PickScore have for the real
 model.
 
-Two scores, each about 0 to 1, by a network trained on rendered clips and their corruptions, never
+Five scores, each about 0 to 1, by a network trained on rendered clips and their corruptions, never
 on the reward:
 
-    alignment     mean probability of the shape, colour, direction and speed that the prompt names
-    naturalness   how clean the clip is: 1 as rendered, 0 corrupted beyond recognition
+    size, color, direction, speed   probability of the word that the prompt names
+    naturalness                     how clean the clip is: 1 as rendered, 0 corrupted beyond
+                                    recognition
 
 Use it as `eval.judge` only: a policy trained on it would learn to fool it, like any reward.
 """
@@ -18,29 +19,32 @@ from diffusers import ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
-from sage_fast.testbed.world import ATTRIBUTES
+from sage_fast.testbed.world import BALLS, World
 
 JUDGE = Path(__file__).parent / "judge_weights"  # the trained weights that ship with the package
-SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
-WORDS = [word for words in ATTRIBUTES.values() for word in words]
+
+
+def class_counts_of(world: World) -> list[tuple[str, int]]:
+    """Return what a judge of this world tells apart: attribute and number of its words."""
+    return [(attribute, len(words)) for attribute, words in world.attributes.items()]
 
 
 class JudgeNetwork(ModelMixin, ConfigMixin):
     """Classifier of a clip, with a score of its cleanness.
 
     Args:
-        sizes: what is classified and the number of its classes: by default shape, colour, direction
-            and speed.
+        class_counts: what is classified and its number of classes: by default size, colour,
+            direction and speed.
     """
 
     @register_to_config
     def __init__(
         self,
         channels: tuple[int, ...] = (16, 32, 48, 48),
-        sizes: Sequence[tuple[str, int]] = tuple(SIZES.items()),
+        class_counts: Sequence[tuple[str, int]] = tuple(class_counts_of(BALLS)),
     ) -> None:
         super().__init__()
-        self.sizes = dict(sizes)
+        self.class_counts = dict(class_counts)
         a, b, c, d = channels
         self.body = nn.Sequential(
             nn.Conv3d(3, a, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1)),  # [17, 16, 16]
@@ -56,12 +60,12 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
             nn.SiLU(),
         )
         self.head = nn.Sequential(
-            nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(self.sizes.values()) + 1)
+            nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(self.class_counts.values()) + 1)
         )
 
     def forward(self, videos: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return logits: attribute -> [B, classes] in the order of `sizes`, and [B] for being
-        clean.
+        """Return logits: attribute -> [B, classes] in the order of `class_counts`, and [B] for
+        being clean.
 
         Args:
             videos: [B, F, 3, H, W] in [0, 1], of the size it was trained on: 17 frames of 32 x 32
@@ -69,8 +73,8 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
         """
         seen = self.body(4.0 * videos.transpose(1, 2) - 1.0)
         output = self.head(torch.cat([seen.mean((2, 3, 4)), seen.amax((2, 3, 4))], dim=1))
-        *words, clean = output.split([*self.sizes.values(), 1], dim=1)
-        return dict(zip(self.sizes, words)), clean[:, 0]
+        *words, clean = output.split([*self.class_counts.values(), 1], dim=1)
+        return dict(zip(self.class_counts, words)), clean[:, 0]
 
 
 def load_judge(folder: Path = JUDGE) -> JudgeNetwork:
@@ -84,23 +88,26 @@ class TestbedJudge:
     each."""
 
     __test__ = False  # keep pytest from collecting it as a test class
-    gpu_bytes = 501_560.0
+    gpu_bytes = 501_300.0
+    world = BALLS
+    weights = JUDGE
 
     def __init__(self) -> None:
-        self.network = load_judge()
+        self.network = load_judge(self.weights)
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Return "alignment" and "naturalness", float32 [B]; NaN for a video with a NaN pixel."""
-        named = torch.tensor(
-            [[word in prompt.split() for word in WORDS] for prompt in prompts], device=videos.device
-        )
-        if not named.any(dim=1).all():
-            prompt = next(prompt for prompt, words in zip(prompts, named) if not words.any())
-            raise ValueError(
-                f'prompt "{prompt}" names nothing that the judge knows: {", ".join(WORDS)}'
-            )
+        """Return "size", "color", "direction", "speed" and "naturalness", float32 [B]; NaN for a
+        video with a NaN pixel.
+
+        Raises:
+            ValueError: a prompt is no caption of the world; names the word at fault.
+        """
+        wanted = [self.world.words_of(self.world.parse(prompt)) for prompt in prompts]
         logits, clean = self.network.to(videos.device)(videos.float().clamp(0.0, 1.0))
-        probable = torch.cat([logits[attribute].softmax(dim=1) for attribute in ATTRIBUTES], dim=1)
-        alignment = (probable * named).sum(dim=1) / named.sum(dim=1)
-        return {"alignment": alignment, "naturalness": clean.sigmoid()}
+        scores = {}
+        for attribute, words in self.world.attributes.items():
+            named = [words.index(row[attribute]) for row in wanted]
+            probable = logits[attribute].softmax(dim=1)
+            scores[attribute] = probable[torch.arange(len(named)), named]
+        return {**scores, "naturalness": clean.sigmoid()}

@@ -1,15 +1,16 @@
-"""Rewards of the moving-shapes world, measured from the pixels.
+"""Rewards of the world of balls, measured from the pixels.
 
 Three scores, each about 0 (noise, an empty frame) to 1 (a rendered video):
 
-    vq  visual quality: in each frame, how well the lit pixels match one clean shape of one pure
+    vq  visual quality: in each frame, how well the lit pixels match one clean ball of one pure
         colour
     mq  motion quality: one compact thing, always there, moving in a straight line at a constant
         speed
-    ta  text alignment: the colour, shape, direction and speed that the prompt names
+    ta  text alignment: the size, colour, direction and speed that the prompt names
 
 All are continuous, without flat regions where samplers go, so rollouts of one prompt get different
-scores. Only `ta` depends on the prompt.
+scores. Only `ta` depends on the prompt. What is measured serves every `World`; "form" stands for
+what the world's captions call size or shape.
 """
 
 from dataclasses import dataclass
@@ -19,21 +20,16 @@ from torch import Tensor
 
 from sage_fast.testbed.render import coverage
 from sage_fast.testbed.world import (
-    AREA,
     BACKGROUND,
+    BALLS,
     COLORS,
     DIRECTIONS,
     PEAK,
-    SHAPES,
     SPEEDS,
-    parse,
+    World,
 )
 
 COLOR_TOLERANCE = 0.3  # RGB distance at which a colour's score falls to exp(-1/2)
-SHAPE_TEMPERATURE = (
-    0.05  # difference in overlap that matters; two clean shapes differ by about 0.15
-)
-REACH = 7.5  # pixels: radius of the window around the centroid that holds a compact shape
 STILL = 0.12  # pixels per frame: a speed this low counts as half moving
 PATH_TOLERANCE = 1.0  # pixels: distance from the fitted path
 SIZE_TOLERANCE = 0.35  # relative change of the lit area from frame to frame
@@ -45,10 +41,10 @@ SPEED_TOLERANCE = 0.25  # pixels per frame
 class Measurement:
     """Prompt-independent measurements of each video."""
 
-    # [B, F, shapes] in [0, 1]: intersection over union with each shape drawn at the centroid
+    # [B, F, forms] in [0, 1]: intersection over union with each form drawn at the centroid
     overlap: Tensor
     purity: Tensor  # [B, F, colors] in [0, 1]: how close the lit pixels are to each colour
-    presence: Tensor  # [B, F] in [0, 1]: one compact thing of the right size is in the frame
+    presence: Tensor  # [B, F] in [0, 1]: one compact thing of the area of a form is in the frame
     area: Tensor  # [B, F] pixels: how much is lit
     tint: Tensor  # [B, F, 3]: the mean RGB of the lit pixels
     velocity: Tensor  # [B, 2] pixels per frame: straight-line fit of the centroid
@@ -60,32 +56,35 @@ class TestbedReward:
 
     __test__ = False  # keep pytest from collecting it as a test class
     gpu_bytes = 0.0
+    world = BALLS
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """Return "vq", "mq" and "ta", float32 [B]; NaN for a video with a NaN pixel, which is no
         video."""
-        seen = measure(videos)
+        seen = measure(videos, self.world)
         return {
             "vq": visual_quality(seen),
             "mq": motion_quality(seen),
-            "ta": text_alignment(seen, prompts),
+            "ta": text_alignment(seen, prompts, self.world),
         }
 
 
-def measure(videos: Tensor) -> Measurement:
+def measure(videos: Tensor, world: World = BALLS) -> Measurement:
     """Do all pixel work of the three scores, once."""
     pixels, lit = lit_pixels(videos)
     center = centroid(lit)
     palette = [pixels.new_tensor(color) - BACKGROUND for color in COLORS.values()]
     velocity, residual = line_fit(center)
     height, width = lit.shape[2:]
-    overlaps = [soft_iou(lit, coverage(shape, center, height, width)) for shape in SHAPES]
+    overlaps = [
+        soft_iou(lit, coverage(form, center, height, width)) for form in world.forms.values()
+    ]
     purities = [purity(pixels, lit, full) for full in palette]
     return Measurement(
         overlap=torch.stack(overlaps, dim=-1),
         purity=torch.stack(purities, dim=-1),
-        presence=presence(lit, center),
+        presence=presence(lit, center, world),
         area=lit.sum(dim=(2, 3)),
         tint=tint(pixels, lit),
         velocity=velocity,
@@ -94,7 +93,7 @@ def measure(videos: Tensor) -> Measurement:
 
 
 def visual_quality(seen: Measurement) -> Tensor:
-    """Return [B]: overlap with the best shape times purity of the best colour, mean over frames."""
+    """Return [B]: overlap with the best form times purity of the best colour, mean over frames."""
     best_overlap = seen.overlap.amax(dim=-1)
     best_purity = seen.purity.amax(dim=-1)
     return (best_overlap * best_purity).mean(dim=1)
@@ -104,7 +103,7 @@ def motion_quality(seen: Measurement) -> Tensor:
     """Return [B]: present throughout x moving at all x straight and steady x constant size and
     colour.
 
-    A product, so that no factor makes up for another: a perfect shape that stands still scores
+    A product, so that no factor makes up for another: a perfect ball that stands still scores
     about 0.
     """
     speed2 = seen.velocity.square().sum(dim=-1)
@@ -116,24 +115,26 @@ def motion_quality(seen: Measurement) -> Tensor:
     return seen.presence.mean(dim=1) * moving * steady * constant
 
 
-def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
-    """Return [B]: the mean match of the four attributes, times the presence of the shape."""
-    return seen.presence.mean(dim=1) * sum(matches(seen, prompts).values()) / 4
+def text_alignment(seen: Measurement, prompts: list[str], world: World = BALLS) -> Tensor:
+    """Return [B]: the mean match of the four attributes, times the presence of the ball."""
+    found = matches(seen, prompts, world)
+    return seen.presence.mean(dim=1) * sum(found.values()) / len(found)
 
 
-def matches(seen: Measurement, prompts: list[str]) -> dict[str, Tensor]:
-    """Return attribute -> [B] in [0, 1]: how well the color, shape, direction and speed are those
+def matches(seen: Measurement, prompts: list[str], world: World = BALLS) -> dict[str, Tensor]:
+    """Return attribute -> [B] in [0, 1]: how well the form, colour, direction and speed are those
     of the prompts."""
     device = seen.overlap.device
-    scenes = [parse(prompt) for prompt in prompts]
+    scenes = [world.parse(prompt) for prompt in prompts]
+    forms = list(world.forms)
     row = torch.arange(len(scenes), device=device)
     color = torch.tensor([list(COLORS).index(scene.color) for scene in scenes], device=device)
-    shape = torch.tensor([SHAPES.index(scene.shape) for scene in scenes], device=device)
+    form = torch.tensor([forms.index(scene.form) for scene in scenes], device=device)
     heading = torch.tensor([DIRECTIONS[scene.direction] for scene in scenes], device=device)
     wanted_speed = torch.tensor([SPEEDS[scene.speed] for scene in scenes], device=device)
 
     color_match = seen.purity[row, :, color].mean(dim=1)
-    shape_match = contest(seen)[row, :, shape].mean(dim=1)
+    form_match = contest(seen, world)[row, :, form].mean(dim=1)
     along = (seen.velocity * heading).sum(dim=-1)
     speed2 = seen.velocity.square().sum(dim=-1)
     cosine = along / (speed2 + STILL**2).sqrt()
@@ -142,19 +143,18 @@ def matches(seen: Measurement, prompts: list[str]) -> dict[str, Tensor]:
     speed_match = 1.0 / (1.0 + speed_error**2)
     return {
         "color": color_match,
-        "shape": shape_match,
+        world.form_name: form_match,
         "direction": direction_match,
         "speed": speed_match,
     }
 
 
-def contest(seen: Measurement) -> Tensor:
-    """Return [B, F, shapes], which sum to 1: which shape a frame shows.
+def contest(seen: Measurement, world: World = BALLS) -> Tensor:
+    """Return [B, F, forms], which sum to 1: which form a frame shows.
 
-    Shapes of equal area overlap a lot, so this is a softmax over the shapes, not the overlap
-    itself.
+    Forms overlap a lot, so this is a softmax over them, not the overlap itself.
     """
-    return torch.softmax(seen.overlap / SHAPE_TEMPERATURE, dim=-1)
+    return torch.softmax(seen.overlap / world.temperature, dim=-1)
 
 
 def centroid(lit: Tensor) -> Tensor:
@@ -188,14 +188,20 @@ def lit_pixels(videos: Tensor) -> tuple[Tensor, Tensor]:
     return pixels, (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)
 
 
-def presence(lit: Tensor, center: Tensor) -> Tensor:
-    """Return [B, F] in [0, 1]: one compact thing of the right size is around `center`."""
+def presence(lit: Tensor, center: Tensor, world: World = BALLS) -> Tensor:
+    """Return [B, F] in [0, 1]: one compact thing of the area of a form is around `center`."""
     area = lit.sum(dim=(2, 3))
-    height, width = lit.shape[2:]
-    nearby = (lit * window(center, height, width)).sum(dim=(2, 3)) / area.clamp(min=1.0)
-    # 1 at the right area, less on both sides
-    size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA
-    return nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)
+    within = window(center, world.window, *lit.shape[2:])
+    nearby = (lit * within).sum(dim=(2, 3)) / area.clamp(min=1.0)
+    closeness = [area_match(area, form.area) for form in world.forms.values()]
+    return nearby.clamp(max=1.0) * torch.stack(closeness).amax(dim=0)
+
+
+def area_match(area: Tensor, expected: float) -> Tensor:
+    """Return how close an area in pixels is to the expected one, in [0, 1]: 1 there, and less on
+    both sides."""
+    smaller = torch.minimum(area, expected * expected / area.clamp(min=1e-3))
+    return (smaller / expected).clamp(0.0, 1.0)
 
 
 def tint(pixels: Tensor, lit: Tensor) -> Tensor:
@@ -219,12 +225,12 @@ def purity(pixels: Tensor, lit: Tensor, full: Tensor) -> Tensor:
     return (weight * closeness).sum(dim=(2, 3))
 
 
-def window(center: Tensor, height: int, width: int) -> Tensor:
-    """Return a soft disc of radius REACH around the centroid, [B, F, height, width]."""
+def window(center: Tensor, radius: float, height: int, width: int) -> Tensor:
+    """Return a soft disc of a radius in pixels around the centroid, [B, F, height, width]."""
     x = torch.arange(width, device=center.device) + 0.5 - center[..., 0, None]
     y = torch.arange(height, device=center.device) + 0.5 - center[..., 1, None]
     distance = torch.sqrt(x.square()[..., None, :] + y.square()[..., :, None])
-    return torch.sigmoid(2.0 * (REACH - distance))
+    return torch.sigmoid(2.0 * (radius - distance))
 
 
 def line_fit(center: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 from sage_fast.testbed.rewards import centroid, lit_pixels, presence, purity, soft_iou, tint
-from sage_fast.testbed.world import parse
+from sage_fast.testbed.world import BALLS
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
@@ -60,7 +60,9 @@ class TestbedImageReward:
         given_pixels, given = lit_pixels(images)
         center, start = centroid(lit), centroid(given)
         present = presence(lit, center)
-        velocity = torch.tensor([parse(prompt).velocity for prompt in prompts], device=lit.device)
+        velocity = torch.tensor(
+            [BALLS.parse(prompt).velocity for prompt in prompts], device=lit.device
+        )
         time = torch.arange(lit.shape[1], device=lit.device)
         path = start + time[:, None] * velocity[:, None]
         near = present / (1.0 + ((center - path) / DISTANCE).square().sum(dim=-1))

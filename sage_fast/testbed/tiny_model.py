@@ -162,7 +162,7 @@ class Testbed(HunyuanVideo15):
     randoms: ClassVar[tuple[str, ...]] = ("random:testbed",)
     license = None
     fps = 8
-    text_tokens = 7  # every prompt has this length
+    text_tokens = 8  # every prompt has this length
     image_tokens = 4
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)

@@ -1,13 +1,19 @@
-"""The moving-shapes world: one coloured shape crosses a dark frame at a constant velocity.
+"""The world of balls: one coloured ball, small or big, crosses a dark frame at a constant velocity.
 
-A scene is a point of a small grid (shape x colour x direction x speed, 96 captions). Its videos
-differ only in where the shape starts. Coordinates are in pixels, x to the right and y down; pixel
+A scene is a point of a small grid (size x colour x direction x speed, 64 captions). Its videos
+differ only in where the ball starts. Coordinates are in pixels, x to the right and y down; pixel
 `i` covers `[i, i + 1)`. Imports nothing heavy.
+
+`World` also describes other worlds of this kind: `studies.shapes` has circles, squares and
+triangles.
 """
 
+import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sage_fast.util.errors import nearest
@@ -16,7 +22,6 @@ FRAMES = 17
 HEIGHT = 32
 WIDTH = 32
 
-SHAPES = ("circle", "square", "triangle")
 DIRECTIONS: dict[str, tuple[float, float]] = {
     "left": (-1.0, 0.0),
     "right": (1.0, 0.0),
@@ -33,35 +38,45 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "blue": (0.15, 0.3, PEAK),
     "yellow": (PEAK, PEAK, 0.12),
 }
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "shape": SHAPES,
-    "color": tuple(COLORS),
-    "direction": tuple(DIRECTIONS),
-    "speed": tuple(SPEEDS),
-}
 BACKGROUND = 0.06
 
-# Sizes in pixels. The three shapes have the same area, so that size does not give the shape away.
-AREA = 100.0
-CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
-SQUARE_HALF = math.sqrt(AREA) / 2
-TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
-# base below, apex above
-TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))
+
+@dataclass(frozen=True)
+class Form:
+    """An outline at a size: a disc, or a polygon with an inscribed circle.
+
+    Attributes:
+        area: pixels that it covers.
+        radius: pixels: of the disc, or of the circle inside the polygon.
+        normals: unit (x, y) that point out of each side of the polygon; none for a disc.
+        extent: pixels from its centroid to its left, right, upper and lower end.
+    """
+
+    area: float
+    radius: float
+    normals: tuple[tuple[float, float], ...]
+    extent: tuple[float, float, float, float]
+
+
+def disc(area: float) -> Form:
+    """Return the disc of an area in pixels."""
+    radius = math.sqrt(area / math.pi)
+    return Form(area=area, radius=radius, normals=(), extent=(radius,) * 4)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a caption: everything about a video except where its shape starts."""
+    """The content of a caption: everything about a video except where its thing starts.
 
-    shape: str
+    Attributes:
+        form: name of its `Form`: `small` or `big` in the world of balls.
+        color, direction, speed: words of `COLORS`, `DIRECTIONS`, `SPEEDS`.
+    """
+
+    form: str
     color: str
     direction: str
     speed: str
-
-    @property
-    def caption(self) -> str:
-        return f"a {self.color} {self.shape} moves {self.direction} {self.speed}"
 
     @property
     def velocity(self) -> tuple[float, float]:
@@ -70,48 +85,125 @@ class Scene:
         return x * SPEEDS[self.speed], y * SPEEDS[self.speed]
 
 
-def parse(caption: str) -> Scene:
-    """Parse a caption, the inverse of `Scene.caption`.
+@dataclass(frozen=True, eq=False)
+class World:
+    """Scenes, their captions, and the split of the captions.
 
-    Raises:
-        ValueError: names the word at fault.
+    Attributes:
+        form_name: what captions tell forms apart by: `size` in the world of balls.
+        forms: word -> form.
+        template: a caption with `{form}`, `{color}`, `{direction}` and `{speed}` in it.
+        window: pixels: radius of a window around the centroid that holds every form.
+        temperature: difference of overlap that tells one form from another.
     """
-    words = caption.split()
-    if len(words) != 6:
-        raise ValueError(
-            f'caption "{caption}": expected 6 words, such as "a red circle moves left quickly"'
-        )
-    known: list[Iterable[str]] = [["a"], COLORS, SHAPES, ["moves"], DIRECTIONS, SPEEDS]
-    for word, choices in zip(words, map(list, known)):
-        if word not in choices:
+
+    form_name: str
+    forms: Mapping[str, Form]
+    template: str
+    window: float
+    temperature: float
+
+    @functools.cached_property
+    def vocabulary(self) -> dict[str, tuple[str, ...]]:
+        """Field of a `Scene` -> its words."""
+        return {
+            "form": tuple(self.forms),
+            "color": tuple(COLORS),
+            "direction": tuple(DIRECTIONS),
+            "speed": tuple(SPEEDS),
+        }
+
+    def attribute_of(self, field: str) -> str:
+        """Return what a field of a `Scene` is called in this world."""
+        return self.form_name if field == "form" else field
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        """What a caption names -> its words."""
+        return {self.attribute_of(field): words for field, words in self.vocabulary.items()}
+
+    @functools.cached_property
+    def words(self) -> tuple[str, ...]:
+        """Every word of a caption, in a fixed order."""
+        literal = [word for word in self.template.split() if not word.startswith("{")]
+        return (*literal, *COLORS, *self.forms, *DIRECTIONS, *SPEEDS)
+
+    @property
+    def told_by_outline(self) -> bool:
+        """Whether the forms have one area, so that only their outlines tell them apart."""
+        return len({form.area for form in self.forms.values()}) == 1
+
+    def words_of(self, scene: Scene) -> dict[str, str]:
+        """Return what a caption names -> its word in this scene."""
+        return {self.attribute_of(field): getattr(scene, field) for field in self.vocabulary}
+
+    def caption(self, scene: Scene) -> str:
+        return self.template.format(**dataclasses.asdict(scene))
+
+    def parse(self, caption: str) -> Scene:
+        """Parse a caption, the inverse of `caption`.
+
+        Raises:
+            ValueError: names the word at fault.
+        """
+        words, expected = caption.split(), self.template.split()
+        if len(words) != len(expected):
+            example = self.caption(self.scenes[0])
             raise ValueError(
-                f'unknown word "{word}" in caption "{caption}": {nearest(word, choices)}'
+                f'caption "{caption}": expected {len(expected)} words, such as "{example}"'
             )
-    return Scene(color=words[1], shape=words[2], direction=words[4], speed=words[5])
+        found = {}
+        for word, place in zip(words, expected):
+            named = re.fullmatch(r"\{(\w+)\}", place)
+            known = self.vocabulary[named[1]] if named else (place,)
+            if word not in known:
+                raise ValueError(
+                    f'unknown word "{word}" in caption "{caption}": {nearest(word, known)}'
+                )
+            if named:
+                found[named[1]] = word
+        return Scene(**found)
+
+    @functools.cached_property
+    def scenes(self) -> list[Scene]:
+        """All scenes in a fixed order."""
+        grid = itertools.product(*self.vocabulary.values())
+        return [Scene(**dict(zip(self.vocabulary, words))) for words in grid]
+
+    def train_prompts(self) -> list[str]:
+        """Return the captions that the base model and the policy are trained on."""
+        return [self.caption(scene) for scene in self.scenes if not self._is_heldout(scene)]
+
+    def heldout_prompts(self) -> list[str]:
+        """Return the captions held out for evaluation, in a mixed order: an evaluation of the first
+        few has several words of every kind."""
+        captions = [self.caption(scene) for scene in self.scenes if self._is_heldout(scene)]
+        # 7 divides the number of captions of no world here, so that each comes once
+        return [captions[7 * i % len(captions)] for i in range(len(captions))]
+
+    def _is_heldout(self, scene: Scene) -> bool:
+        # A Latin design: for each form, direction and speed exactly one colour is held out, each
+        # colour equally often. Training sees every word and most pairs of words, but not these
+        # combinations.
+        position = list(self.forms).index(scene.form) + list(COLORS).index(scene.color)
+        position += list(DIRECTIONS).index(scene.direction) + 2 * list(SPEEDS).index(scene.speed)
+        return position % 4 == 0
 
 
-def all_scenes() -> list[Scene]:
-    """Return the 96 scenes in a fixed order."""
-    grid = itertools.product(SHAPES, COLORS, DIRECTIONS, SPEEDS)
-    return [Scene(shape=a, color=b, direction=c, speed=d) for a, b, c, d in grid]
-
-
-def _is_heldout(scene: Scene) -> bool:
-    # A Latin design: for each shape, direction and speed exactly one colour is held out, each
-    # colour equally often. Training sees every word and most pairs of words, but not these
-    # combinations.
-    position = SHAPES.index(scene.shape) + list(COLORS).index(scene.color)
-    position += list(DIRECTIONS).index(scene.direction) + 2 * list(SPEEDS).index(scene.speed)
-    return position % 4 == 0
+BALLS = World(
+    form_name="size",
+    forms={"small": disc(45.0), "big": disc(135.0)},
+    template="a {form} {color} ball moves {direction} {speed}",
+    window=8.5,
+    temperature=0.2,
+)
 
 
 def train_prompts() -> list[str]:
-    """Return the 72 captions that the base model and the policy are trained on."""
-    return [scene.caption for scene in all_scenes() if not _is_heldout(scene)]
+    """Return the 48 captions that the base model and the policy are trained on."""
+    return BALLS.train_prompts()
 
 
 def heldout_prompts() -> list[str]:
-    """Return the 24 captions held out for evaluation, ordered so that the first few differ in every
-    attribute."""
-    captions = [scene.caption for scene in all_scenes() if _is_heldout(scene)]
-    return [captions[7 * i % len(captions)] for i in range(len(captions))]
+    """Return the 16 captions held out for evaluation."""
+    return BALLS.heldout_prompts()

@@ -7,18 +7,21 @@ import torch
 from torch import Tensor
 
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
-from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES
+from sage_fast.testbed.world import COLORS, DIRECTIONS
 from studies.pairs.world import BASE, Thing, paint, parse, paths, scenes
+from studies.shapes.world import SHAPES
 from studies.testbed.corruptions import CLEAN_SHARE, CORRUPTIONS, TWICE_SHARE
 from studies.testbed.judge import judge_loss
 
-KINDS = {"shape": SHAPES, "direction": tuple(DIRECTIONS)}
-SIZES = [(f"{color} {kind}", len(words) + 1) for color in COLORS for kind, words in KINDS.items()]
+KINDS = {"shape": tuple(SHAPES.forms), "direction": tuple(DIRECTIONS)}
+CLASS_COUNTS = [
+    (f"{color} {kind}", len(words) + 1) for color in COLORS for kind, words in KINDS.items()
+]
 """What is classified, and its classes: the words of the kind, and one more for a colour that is not
 there."""
-USED = {name: change for name, change in CORRUPTIONS.items() if name not in ("warp", "ghost")}
-"""All but two, which are for the testbed's size and its scenes. `pixelate` begins at half the
-resolution here, so the judge takes that for clean."""
+USED = {name: change for name, change in CORRUPTIONS.items() if name != "warp"}
+"""All but `warp`, which assumes a frame of 32 x 32. `pixelate` begins at half the resolution here,
+so the judge takes that for clean."""
 
 
 class PairsJudge:
@@ -60,7 +63,8 @@ def loss_of_clips(network: JudgeNetwork, batch: int, generator: torch.Generator)
     """
     videos, words, clean, legible = zip(*(_clip(generator) for _ in range(batch)))
     classes = {
-        name: torch.tensor([found.get(name, size - 1) for found in words]) for name, size in SIZES
+        name: torch.tensor([found.get(name, size - 1) for found in words])
+        for name, size in CLASS_COUNTS
     }
     return judge_loss(
         network,

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM
 from sage_fast.testbed.tiny_model import Testbed
-from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES
+from sage_fast.testbed.world import COLORS, DIRECTIONS
 from studies.pairs.world import parse
+from studies.shapes.world import SHAPES
 
-TOKENS = ("<begin>", "first", "second", *COLORS, *SHAPES, *DIRECTIONS)
+TOKENS = ("<begin>", "first", "second", *COLORS, *SHAPES.forms, *DIRECTIONS)
 _SEED = 2604
 
 
@@ -53,4 +54,5 @@ class Pairs(Testbed):
     title = "the world of pairs"
     randoms: ClassVar[tuple[str, ...]] = ()
     prompt_sets: ClassVar[tuple[str, ...]] = ()
+    text_tokens = 7
     embed = staticmethod(embed)

@@ -15,16 +15,17 @@ from sage_fast.testbed.render import coverage
 from sage_fast.testbed.rewards import (
     COLOR_TOLERANCE,
     PATH_TOLERANCE,
-    SHAPE_TEMPERATURE,
     SPEED_TOLERANCE,
     STILL,
+    area_match,
     centroid,
     line_fit,
     soft_iou,
     window,
 )
-from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, SHAPES
+from sage_fast.testbed.world import BACKGROUND, COLORS, DIRECTIONS, PEAK
 from studies.pairs.world import SPEED, parse
+from studies.shapes.world import AREA, SHAPES
 
 
 @torch.no_grad()
@@ -39,6 +40,7 @@ def pairs_reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
     lit = (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)  # [B, F, H, W]
     scenes = [parse(prompt) for prompt in prompts]
     device = lit.device
+    names = list(SHAPES.forms)
     shape = motion = torch.zeros(len(videos), device=device)
     drawn = torch.zeros_like(lit)
     for k in range(2):
@@ -50,16 +52,19 @@ def pairs_reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         )  # [B, F, H, W]
         center = centroid(own)
         area = own.sum(dim=(2, 3))
-        nearby = (own * window(center, *own.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
-        size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA  # 1 at the right area
-        presence = nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)  # [B, F]
+        nearby = (own * window(center, SHAPES.window, *own.shape[2:])).sum(dim=(2, 3)) / area.clamp(
+            min=1.0
+        )
+        presence = nearby.clamp(max=1.0) * area_match(area, AREA)  # [B, F]
 
         # [shapes, B, F, H, W]
-        each = torch.stack([coverage(name, center, *own.shape[2:]) for name in SHAPES])
-        contest = torch.softmax(
-            torch.stack([soft_iou(own, one) for one in each]) / SHAPE_TEMPERATURE, dim=0
+        each = torch.stack(
+            [coverage(form, center, *own.shape[2:]) for form in SHAPES.forms.values()]
         )
-        named = [SHAPES.index(thing.shape) for thing in things], range(len(things))
+        contest = torch.softmax(
+            torch.stack([soft_iou(own, one) for one in each]) / SHAPES.temperature, dim=0
+        )
+        named = [names.index(thing.shape) for thing in things], range(len(things))
         shape = shape + (presence * contest[named]).mean(dim=1) / 2
         drawn = torch.maximum(drawn, each[named])
 

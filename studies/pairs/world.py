@@ -2,8 +2,8 @@
 its own way.
 
 A scene is two things of shape x colour x direction (864 captions). Its videos differ only in where
-the two start; they never touch. Shapes, colours and coordinates are those of `sage_fast.testbed`,
-at the same size in pixels, so its autoencoder serves here too.
+the two start; they never touch. Shapes, colours and coordinates are those of `studies.shapes`, at
+the same size in pixels, so its autoencoder serves here too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from sage_fast.testbed.render import coverage
-from sage_fast.testbed.world import BACKGROUND, COLORS, DIRECTIONS, SHAPES
+from sage_fast.testbed.world import BACKGROUND, COLORS, DIRECTIONS
 from sage_fast.util.errors import UserError
+from studies.shapes.world import SHAPES
 
 FOLDER = Path(__file__).parent
 BASE = FOLDER / "base"
@@ -64,7 +65,7 @@ def scenes() -> dict[str, Scene]:
     things = [
         [
             Thing(color, shape, direction)
-            for shape, direction in itertools.product(SHAPES, DIRECTIONS)
+            for shape, direction in itertools.product(SHAPES.forms, DIRECTIONS)
         ]
         for color in COLORS
     ]
@@ -123,5 +124,7 @@ def paint(things: tuple[Thing, ...], centers: Tensor) -> Tensor:
     video = torch.full((centers.shape[1], 3, SIZE, SIZE), BACKGROUND)
     for thing, center in zip(things, centers):
         rgb = torch.tensor(COLORS[thing.color])[:, None, None]
-        video = video + coverage(thing.shape, center, SIZE, SIZE)[:, None] * (rgb - video)
+        video = video + coverage(SHAPES.forms[thing.shape], center, SIZE, SIZE)[:, None] * (
+            rgb - video
+        )
     return video

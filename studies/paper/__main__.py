@@ -1,4 +1,4 @@
-"""`python -m studies.paper`: decide claims of the paper on the testbed and write the results."""
+"""`python -m studies.paper`: decide claims of the paper in a small world and write the results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger("sage_fast.studies")
 PROGRAM = "python -m studies.paper"
 ABOUT = """\
 Which claims of the SAGE-GRPO paper (arXiv 2603.21872), and which answers to our own questions, \
-hold on the testbed: a
-tiny HunyuanVideo 1.5 of moving shapes. One that fails here may hold at 8.3 B. `make reproduce` \
-writes this page;
-it takes hours, can be stopped, and goes on."""
+hold for a tiny
+HunyuanVideo 1.5 of moving shapes (`studies/shapes`). One that fails here may hold at 8.3 B. \
+`make reproduce` writes this
+page; it takes hours, can be stopped, and goes on."""
 
 
 def _study(options: argparse.Namespace) -> int:

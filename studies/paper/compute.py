@@ -1,5 +1,5 @@
-"""Reward for compute: the cost of a variant's run on the 8.3 B model against its gain on the
-testbed."""
+"""Reward for compute: the cost of a variant's run on the 8.3 B model against its gain in the
+world of shapes."""
 
 from __future__ import annotations
 

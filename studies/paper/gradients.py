@@ -15,6 +15,7 @@ from torch import Tensor
 from sage_fast.report.charts import COLORS, GREY
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.runs import shipped
+from studies.shapes.world import WORLD_SETTINGS
 
 if TYPE_CHECKING:
     from sage_fast.algorithm.iteration_plan import Transition
@@ -100,7 +101,7 @@ def room_for_importance(norms: np.ndarray) -> float:
 
 
 def find_law(material: Material) -> Finding:
-    """Check Figure 4 and Equation 37 on the testbed's base model with a new adapter."""
+    """Check Figure 4 and Equation 37 on the base of the world of shapes with a new adapter."""
     norms = _measured(material)
     text = (
         f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f}, at the worst step, the "
@@ -179,8 +180,8 @@ def _rows(norms: Norms) -> list[dict[str, float]]:
 
 @functools.cache
 def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
-    """Measure gradient norms in one iteration of the trainer, up to its update, on the testbed's
-    base model.
+    """Measure gradient norms in one iteration of the trainer, up to its update, on the
+    base model of the world of shapes.
 
     Args:
         eta: eta of the sampler `sage`.
@@ -204,7 +205,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
         "sampling.steps": steps,
         "train.prompts_per_iteration": groups,
     }
-    config = shipped("recipes/paper", overlay)
+    config = shipped("recipes/paper", WORLD_SETTINGS, overlay)
     setup = load_setup(resolve(config))
     setup.encode()
     trainer = Measuring(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)

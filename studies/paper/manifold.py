@@ -1,4 +1,4 @@
-"""Distance of a video to the data manifold of the testbed, by search for the nearest true clip.
+"""Distance of a video to the data manifold of the world of shapes: that to the nearest true clip.
 
 A true clip is one of the 96 scenes, from a start position at which the shape stays inside the
 frame. The distance is the root mean square difference over frames, channels and pixels, in units of
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.testbed.render import coverage
-from sage_fast.testbed.world import BACKGROUND, COLORS, FRAMES, Scene, all_scenes
+from sage_fast.testbed.world import BACKGROUND, COLORS, FRAMES, Scene
+from studies.shapes.world import SHAPES
 from studies.testbed.render import render, start_range
 
 SPACING = 1.0
@@ -32,7 +33,7 @@ class NearestClip:
 
     Attributes:
         distance: root mean square difference over frames, channels and pixels.
-        scene, start: the clip, as in `render(scene, start=start)`.
+        scene, start: the clip, as in `render(SHAPES, scene, start=start)`.
     """
 
     distance: float
@@ -65,12 +66,12 @@ def nearest_clips(videos: Tensor) -> list[NearestClip]:
     seen = torch.einsum("bfchw,kc->kbfhw", u, paint).flatten(3)
     weight = paint.square().sum(1)
 
-    scenes = all_scenes()
+    scenes = SHAPES.scenes
     first = torch.arange(0, FRAMES, STRIDE)
     few = seen[:, :, first].flatten(2)
     least = torch.empty(len(videos), len(scenes))
     starts = torch.empty(len(videos), len(scenes), 2)
-    for motion in {(scene.shape, scene.direction, scene.speed): scene for scene in scenes}.values():
+    for motion in {(scene.form, scene.direction, scene.speed): scene for scene in scenes}.values():
         grid = _grid(motion)
         alpha = _coverage(motion, grid, first)
         for k, color in enumerate(COLORS):
@@ -89,7 +90,9 @@ def nearest_clips(videos: Tensor) -> list[NearestClip]:
             left = sorted(moved, key=lambda candidate: candidate[0])[: max(len(left) // 2, 1)]
         [(_, scene, start)] = left
         x, y = start.tolist()
-        distance = float((videos[b] - render(scene, start=(x, y))).double().square().mean().sqrt())
+        distance = float(
+            (videos[b] - render(SHAPES, scene, start=(x, y))).double().square().mean().sqrt()
+        )
         found.append(NearestClip(distance=distance, scene=scene, start=(x, y)))
     return found
 
@@ -105,7 +108,7 @@ def _move(
 ) -> tuple[float, Scene, Tensor]:
     """Return the best of a start and its eight neighbours, clamped so that the shape stays inside
     the frame."""
-    low, high = (torch.tensor(corner) for corner in start_range(scene))
+    low, high = (torch.tensor(corner) for corner in start_range(SHAPES, scene))
     neighbours = (start + step * torch.cartesian_prod(*[torch.tensor([0.0, -1.0, 1.0])] * 2)).clamp(
         low, high
     )
@@ -121,7 +124,7 @@ def _grid(scene: Scene) -> Tensor:
     2]`."""
     axes = [
         torch.linspace(low, high, math.ceil((high - low) / SPACING) + 1)
-        for low, high in zip(*start_range(scene))
+        for low, high in zip(*start_range(SHAPES, scene))
     ]
     return torch.cartesian_prod(*axes)
 
@@ -129,4 +132,4 @@ def _grid(scene: Scene) -> Tensor:
 def _coverage(scene: Scene, starts: Tensor, frames: Tensor) -> Tensor:
     """Return the coverage of each start in each frame, float32 `[starts, frames H W]`."""
     centers = starts[:, None] + frames[:, None] * torch.tensor(scene.velocity)
-    return coverage(scene.shape, centers).flatten(1)
+    return coverage(SHAPES.forms[scene.form], centers).flatten(1)

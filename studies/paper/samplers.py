@@ -23,6 +23,7 @@ from studies.finding import Claim, Finding, Material, Verdict
 from studies.paper.manifold import manifold_distances
 from studies.paper.mixture import Mixture, sample
 from studies.runs import shipped
+from studies.shapes.world import WORLD_SETTINGS
 
 if TYPE_CHECKING:
     from sage_fast.loading import Setup
@@ -224,9 +225,9 @@ def find_excess_noise(material: Material) -> Finding:
     tables["ode", 0.0] = transition_table(sigmas, "ode", 0.0)
     mixture, videos, floor = (
         _on_mixture(tables, 1000 if material.quick else 4000),
-        *_on_testbed(tables, material.quick),
+        *_on_shapes(tables, material.quick),
     )
-    worlds = {"mixture": mixture, "testbed": videos}
+    worlds = {"mixture": mixture, "shapes": videos}
     spread = Mixture().spread()
     verdict = judge_excess_noise(list(worlds.values()))
 
@@ -234,11 +235,11 @@ def find_excess_noise(material: Material) -> Finding:
         f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta the "
         "distance of sage less that of the nearer of flow and dance lies between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(mixture))} on the mixture and between "
-        f"{' and '.join(f'{value:+.3f}' for value in _gaps(videos))} on the testbed."
+        f"{' and '.join(f'{value:+.3f}' for value in _gaps(videos))} in the world of shapes."
     )
     ends = {name: (name, etas[-1]) for name in NOISY} | {"ode": ("ode", 0.0)}
     table = [
-        ["sampler", "mixture: to the nearest mode", "testbed: to the nearest true clip"],
+        ["sampler", "mixture: to the nearest mode", "shapes: to the nearest true clip"],
         *(
             [name, f"{mixture[key].mean():.3f}", f"{videos[key].mean():.3f}"]
             for name, key in ends.items()
@@ -256,7 +257,7 @@ def find_excess_noise(material: Material) -> Finding:
     ]  # fmt: skip
     rows.append(
         {
-            "world": "testbed",
+            "world": "shapes",
             "sampler": "autoencoder alone",
             "distance": floor.mean(),
             "samples": len(floor),
@@ -266,7 +267,7 @@ def find_excess_noise(material: Material) -> Finding:
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         _draw_distances(left, mixture, "Gaussian mixture: distance to the nearest mode")
-        _draw_distances(right, videos, "testbed: distance to the nearest true clip")
+        _draw_distances(right, videos, "shapes: distance to the nearest true clip")
         for axes, y, label in (
             (left, spread, "the mixture itself"),
             (right, floor.mean(), "true clips, autoencoded"),
@@ -310,16 +311,16 @@ def _on_mixture(
 
 
 @torch.no_grad()
-def _on_testbed(
+def _on_shapes(
     tables: Mapping[tuple[str, float], TransitionTable], quick: bool
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
     """Return distances of the base model's videos for held-out prompts, and of true clips after the
     autoencoder."""
     from sage_fast.loading import load_setup, resolve
     from sage_fast.testbed.tiny_model import allow_batches
-    from studies.testbed.pretrain import WORLDS, draw, encode
+    from studies.testbed.pretrain import LESSONS, draw, encode
 
-    setup = load_setup(resolve(shipped("recipes/paper")), rewards=False)
+    setup = load_setup(resolve(shipped("recipes/paper", WORLD_SETTINGS)), rewards=False)
     setup.encode()
     prompts, repeats = (setup.eval_prompts[:8], 1) if quick else (setup.eval_prompts, 2)
     videos = {
@@ -327,9 +328,9 @@ def _on_testbed(
         for key, table in tables.items()
     }
     vae = allow_batches(setup.model.decoder.vae)
-    world, generator = WORLDS["testbed"], torch.Generator().manual_seed(0)
+    lesson, generator = LESSONS["shapes"], torch.Generator().manual_seed(0)
     latents = torch.cat(
-        [encode(vae, draw(world, prompt.text, 1, generator)) for prompt in setup.eval_prompts]
+        [encode(vae, draw(lesson, prompt.text, 1, generator)) for prompt in setup.eval_prompts]
     )
     floor = manifold_distances(setup.model.decoder(vae.config.scaling_factor * latents))
     return {key: manifold_distances(clips).numpy() for key, clips in videos.items()}, floor.numpy()

@@ -10,6 +10,7 @@ from typing import Any
 from sage_fast.config.loader import read_yaml
 from sage_fast.config.schema import Config
 from studies.runs import TrainedRun, shipped, train_runs
+from studies.shapes.world import WORLD_SETTINGS
 
 SEEDS, QUICK_SEEDS = 5, 2
 QUICK: Mapping[str, object] = {
@@ -38,7 +39,8 @@ def protocol_text() -> list[str]:
 
 def config_of(variant: str, seed: int, quick: bool = False) -> Config:
     """Return the settings of a run."""
-    return shipped("recipes/paper", protocol()[variant], QUICK if quick else {}, {"seed": seed})
+    small = QUICK if quick else {}
+    return shipped("recipes/paper", WORLD_SETTINGS, protocol()[variant], small, {"seed": seed})
 
 
 def settings_of(run: str, quick: bool) -> Config:

@@ -1,4 +1,4 @@
-"""`python -m studies.race`: search and run recipes at equal compute on the testbed, and write what
+"""`python -m studies.race`: race recipes at equal compute in two small worlds, and write what
 each gained."""
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ log = logging.getLogger("sage_fast.studies")
 
 PROGRAM = "python -m studies.race"
 ABOUT = """\
-What a recipe gains on held-out prompts for its compute, on the testbed, a tiny HunyuanVideo 1.5 \
-of moving shapes, and
-in a second small world; not on the 8.3 B model. A recipe that wins here may lose there. Each \
-recipe is a file of
-`configs/recipes`. `make race` writes this page, verdicts included. It takes hours, can be \
-stopped, and goes on.
-`make race RECIPES="paper precise --quick"` shows in minutes that everything works, and decides \
-nothing."""
+What a recipe gains on held-out prompts for its compute, with a tiny HunyuanVideo 1.5 of moving \
+shapes
+(`studies/shapes`), and in a second small world; not on the 8.3 B model. A recipe that wins \
+here may lose there. Each
+recipe is a file of `configs/recipes`. `make race` writes this page, verdicts included. It \
+takes hours, can be stopped,
+and goes on. `make race RECIPES="paper precise --quick"` shows in minutes that everything \
+works, and decides nothing."""
 
 
 def _study(options: argparse.Namespace) -> int:

@@ -66,10 +66,13 @@ def judge_above(found: Difference) -> Verdict:
     return "held" if found.low > 0 else "not held" if found.high < 0 else "not decidable"
 
 
-def judge_gain(runs: Sequence[TrainedRun]) -> Difference:
-    """Return the gain of the judge, both its scores added."""
-    first, second = (gains(runs, part) for part in JUDGE)
-    total = [{prompt: a[prompt] + b[prompt] for prompt in a} for a, b in zip(first, second)]
+def judge_gain(runs: Sequence[TrainedRun], scores: Sequence[str] = JUDGE) -> Difference:
+    """Return the gain of the judge, all its scores added."""
+    by_score = [gains(runs, score) for score in scores]
+    total = [
+        {prompt: sum(one[prompt] for one in of_run) for prompt in of_run[0]}
+        for of_run in zip(*by_score, strict=True)
+    ]
     return mean_of(total)
 
 

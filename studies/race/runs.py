@@ -15,12 +15,13 @@ from sage_fast.config.loader import read_yaml
 from sage_fast.config.schema import Config
 from studies.race.ratio import gains, mean_of
 from studies.runs import TrainedRun, exaflops, shipped, train_runs
+from studies.shapes.world import WORLD_SETTINGS
 
 EVALUATIONS = 6
 """Evaluations of a run after the first; the last two are its score."""
 
-FIRST, SECOND = "testbed", "pairs"
-"""The two worlds: that of `sage_fast.testbed`, and `studies.pairs`."""
+FIRST, SECOND = "shapes", "pairs"
+"""The two worlds: `studies.shapes`, and `studies.pairs`."""
 
 
 @functools.cache
@@ -50,7 +51,8 @@ def _of_world(world: str) -> dict[str, Any]:
 
 def _base(world: str) -> dict[str, Any]:
     """Return the settings of all runs in a world."""
-    return _protocol()["base"] | _of_world(world)["base"]
+    of_world = WORLD_SETTINGS if world == FIRST else {}
+    return of_world | _protocol()["base"] | _of_world(world)["base"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Corruptions of moving-shapes clips, each with a strength from 0 (clean) to 1.
+"""Corruptions of the clips of a world, each with a strength from 0 (clean) to 1.
 
 The held-out judge is trained on them; the training reward knows none of them.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -13,26 +14,31 @@ from torch.nn.functional import conv2d, grid_sample, interpolate
 
 from sage_fast.testbed.render import coverage
 from sage_fast.testbed.world import (
-    ATTRIBUTES,
     BACKGROUND,
+    COLORS,
     FRAMES,
     HEIGHT,
-    SHAPES,
     WIDTH,
     Scene,
-    all_scenes,
+    World,
 )
 from studies.testbed.render import paint, random_start, render
 
 CLEAN_SHARE, TWICE_SHARE = 0.2, 0.3  # shares of clips with no corruption and with two
 
+FIELDS = tuple(field.name for field in dataclasses.fields(Scene))
+"""What a caption names: the form, the colour, the direction and the speed."""
+OUTLINE = "outline"
+"""What tells forms of equal area apart. A blurred ball is still small or big; a blurred square may
+be a circle."""
 Pixels = Callable[[Tensor, float, torch.Generator], Tensor]
 """(video float32 [F, 3, H, W] in [0, 1], strength, generator) -> video."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corruption:
-    """A function on the pixels, and the attributes nobody could name at full strength."""
+    """A function on the pixels, and the fields of a `Scene`, or `OUTLINE`, that nobody could name
+    at full strength."""
 
     apply: Pixels
     erases: tuple[str, ...] = ()
@@ -42,7 +48,7 @@ def _uniform(generator: torch.Generator, low: float, high: float) -> float:
     return low + (high - low) * float(torch.rand((), generator=generator))
 
 
-def _other(words: tuple[str, ...], word: str, generator: torch.Generator) -> str:
+def _other(words: Iterable[str], word: str, generator: torch.Generator) -> str:
     others = [choice for choice in words if choice != word]
     return others[int(torch.randint(len(others), (), generator=generator))]
 
@@ -67,7 +73,7 @@ def _noise(video: Tensor, strength: float, generator: torch.Generator) -> Tensor
 
 
 def _speckle(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Add pixels of random colour, everywhere or only in the shape."""
+    """Add pixels of random colour, everywhere or only in the thing."""
     hit = torch.rand(len(video), 1, *video.shape[2:], generator=generator) < 0.6 * strength
     if _uniform(generator, 0, 1) < 0.7:
         hit = hit & (video.amax(dim=1, keepdim=True) > 0.3)
@@ -146,7 +152,7 @@ def _blocks(video: Tensor, strength: float, generator: torch.Generator) -> Tenso
 
 
 def _warp(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Bend the picture, the same way in all frames or not, until the shape is none of the three."""
+    """Bend the picture, the same way in all frames or not, until it is no form of the world."""
     frames = (
         1 if _uniform(generator, 0, 1) < 0.3 else int(torch.randint(2, 9, (), generator=generator))
     )
@@ -159,46 +165,56 @@ def _warp(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     return grid_sample(video, grid + field, padding_mode="border", align_corners=False)
 
 
-def _ghost(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Add a second shape with its own path."""
-    scenes = all_scenes()
-    second = render(scenes[int(torch.randint(len(scenes), (), generator=generator))], generator)
+def _ghost(world: World, video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Add a second thing of the world with its own path."""
+    scenes = world.scenes
+    chosen = scenes[int(torch.randint(len(scenes), (), generator=generator))]
+    second = render(world, chosen, generator)
     return torch.maximum(video, BACKGROUND + strength * (second - BACKGROUND))
 
 
 CORRUPTIONS: dict[str, Corruption] = {
-    "blur": Corruption(_blur, ("shape",)),
+    "blur": Corruption(_blur, (OUTLINE,)),
     "noise": Corruption(_noise),
     "speckle": Corruption(_speckle, ("color",)),
     "flicker": Corruption(_flicker),
-    "fade": Corruption(_fade, tuple(ATTRIBUTES)),
+    "fade": Corruption(_fade, FIELDS),
     "shuffle": Corruption(_shuffle, ("direction", "speed")),
     "freeze": Corruption(_freeze, ("direction", "speed")),
-    "pixelate": Corruption(_pixelate, ("shape",)),
+    "pixelate": Corruption(_pixelate, (OUTLINE,)),
     "haze": Corruption(_haze),
-    "texture": Corruption(_texture, tuple(ATTRIBUTES)),
-    "blocks": Corruption(_blocks, ("shape", "direction", "speed")),
-    "warp": Corruption(_warp, ("shape",)),
-    "ghost": Corruption(_ghost, tuple(ATTRIBUTES)),
+    "texture": Corruption(_texture, FIELDS),
+    "blocks": Corruption(_blocks, ("form", "direction", "speed")),
+    "warp": Corruption(_warp, (OUTLINE,)),
 }
 SCENE_CORRUPTIONS: dict[str, tuple[str, ...]] = {
     "jitter": (),
     "bend": ("direction", "speed"),
-    "morph": ("shape",),
+    "morph": ("form",),
     "recolor": ("color",),
 }
-"""Corruptions that change what is drawn -> the attributes they erase."""
+"""Corruptions that change what is drawn -> the fields of a `Scene` that they erase."""
+
+
+def pixel_corruptions(world: World) -> dict[str, Corruption]:
+    """Return the corruptions of the pixels of a world's clips, by name."""
+    ghost = Corruption(functools.partial(_ghost, world), FIELDS)
+    return {**CORRUPTIONS, "ghost": ghost}
 
 
 # -- corruptions of the scene ----------------------------------------------------------------------
 
 
-def draw(scene: Scene, kind: str | None, strength: float, generator: torch.Generator) -> Tensor:
+def draw(
+    world: World, scene: Scene, kind: str | None, strength: float, generator: torch.Generator
+) -> Tensor:
     """Draw a clip of the scene, float32 [F, 3, H, W], with a corruption of `SCENE_CORRUPTIONS` or
     with None."""
     time = torch.arange(FRAMES, dtype=torch.float64)[:, None]
     velocity = torch.tensor(scene.velocity, dtype=torch.float64)
-    center = torch.tensor(random_start(scene, generator), dtype=torch.float64) + time * velocity
+    center = (
+        torch.tensor(random_start(world, scene, generator), dtype=torch.float64) + time * velocity
+    )
     if kind == "jitter":
         center = center + 2.5 * strength * torch.randn(center.shape, generator=generator)
     if kind == "bend":
@@ -212,17 +228,20 @@ def draw(scene: Scene, kind: str | None, strength: float, generator: torch.Gener
     else:
         change = (torch.rand(time.shape, generator=generator) < 0.5).double()
     change = strength * change[:, None]
-    alpha = coverage(scene.shape, center)
+    alpha = coverage(world.forms[scene.form], center)
     if kind == "morph":
-        alpha = alpha + change * (coverage(_other(SHAPES, scene.shape, generator), center) - alpha)
+        other_form = world.forms[_other(world.forms, scene.form, generator)]
+        alpha = alpha + change * (coverage(other_form, center) - alpha)
     video = paint(alpha, scene.color)
     if kind == "recolor":
-        other = paint(alpha, _other(ATTRIBUTES["color"], scene.color, generator))
+        other = paint(alpha, _other(COLORS, scene.color, generator))
         video = video + change[..., None].float() * (other - video)
     return video
 
 
-def random_clip(scene: Scene, generator: torch.Generator) -> tuple[Tensor, float, dict[str, float]]:
+def random_clip(
+    world: World, scene: Scene, generator: torch.Generator
+) -> tuple[Tensor, float, dict[str, float]]:
     """Draw a clip of the scene with zero, one or two random corruptions of random strength.
 
     Returns:
@@ -231,21 +250,31 @@ def random_clip(scene: Scene, generator: torch.Generator) -> tuple[Tensor, float
     """
     u = _uniform(generator, 0, 1)
     count = 0 if u < CLEAN_SHARE else (2 if u > 1 - TWICE_SHARE else 1)
-    names = [*CORRUPTIONS, *SCENE_CORRUPTIONS]
+    of_pixels = pixel_corruptions(world)
+    names = [*of_pixels, *SCENE_CORRUPTIONS]
     chosen = [names[int(i)] for i in torch.randperm(len(names), generator=generator)[:count]]
     # small strengths are more frequent
     strengths = {name: _uniform(generator, 0, 1) ** 1.5 for name in chosen}
     kind = next((name for name in chosen if name in SCENE_CORRUPTIONS), None)
-    video = draw(scene, kind, strengths.get(kind or "", 0.0), generator)
-    clean, legible = 1.0, dict.fromkeys(ATTRIBUTES, 1.0)
+    video = draw(world, scene, kind, strengths.get(kind or "", 0.0), generator)
+    clean, legible = 1.0, dict.fromkeys(FIELDS, 1.0)
     for name, strength in strengths.items():
-        if name in CORRUPTIONS:
-            video = CORRUPTIONS[name].apply(video, strength, generator)
-        elif name != kind:  # skip a second corruption of the scene
+        if name in of_pixels:
+            video = of_pixels[name].apply(video, strength, generator)
+            erased = of_pixels[name].erases
+        elif name == kind:
+            erased = SCENE_CORRUPTIONS[name]
+        else:  # a second corruption of the scene was not drawn
             continue
         clean *= 1 - strength
-        for attribute in (
-            CORRUPTIONS[name].erases if name in CORRUPTIONS else SCENE_CORRUPTIONS[name]
-        ):
-            legible[attribute] *= 1 - strength**2  # a weak corruption erases little
-    return video.clamp(0, 1), clean, legible
+        for field in _fields(world, erased):
+            legible[field] *= 1 - strength**2  # a weak corruption erases little
+    named = {world.attribute_of(field): share for field, share in legible.items()}
+    return video.clamp(0, 1), clean, named
+
+
+def _fields(world: World, erased: tuple[str, ...]) -> list[str]:
+    """Return the fields that are erased in a world, where the outline may be no field's mark."""
+    by_outline = "form" if world.told_by_outline else None
+    named = [by_outline if field == OUTLINE else field for field in erased]
+    return [field for field in named if field is not None]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from sage_fast.testbed.world import heldout_prompts, parse, train_prompts
+from sage_fast.testbed.world import BALLS, heldout_prompts, train_prompts
 from studies.testbed.pretrain import picture
 from studies.testbed.render import render
 
@@ -31,7 +31,9 @@ def draw(folder: Path, name: str) -> None:
     generator, lines = torch.Generator().manual_seed(SEEDS[name]), []
     for i, caption in enumerate(SETS[name] * IMAGES_PER_CAPTION):
         image = f"images/{name}-{i:02d}.png"
-        picture(render(parse(caption), generator)[0]).save(folder / image, optimize=True)
+        picture(render(BALLS, BALLS.parse(caption), generator)[0]).save(
+            folder / image, optimize=True
+        )
         lines.append(json.dumps({"prompt": caption, "image": image}) + "\n")
     (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 

@@ -1,14 +1,14 @@
-"""Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world pairs |
-i2v]
+"""Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world i2v |
+shapes | pairs]
 
 The testbed's weights ship in sage_fast/testbed/base and sage_fast/testbed/judge_weights, those of
-its image-to-video world in sage_fast/testbed/base_i2v; those of the world of pairs are in
-studies/pairs/base.
+its image-to-video world in sage_fast/testbed/base_i2v; those of the worlds of shapes and of pairs
+are in studies/shapes/base and studies/pairs/base.
 
 Trains an autoencoder on rendered videos, a flow-matching transformer on its latents, and the
 held-out judge, a classifier of clips and their corruptions.
 
-The base is under-trained on purpose. Its shapes are recognisable, but often the wrong ones,
+A base is under-trained on purpose. Its balls are recognisable, but often of the wrong colour,
 blurred, or moving the wrong way, which leaves reinforcement learning something to improve.
 
 The image-to-video world has the testbed's autoencoder and judge; its transformer is given the first
@@ -36,9 +36,9 @@ from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
 from sage_fast.parallel.muon import Muon
-from sage_fast.testbed import BASE, text_encoder
-from sage_fast.testbed import world as testbed
-from sage_fast.testbed.judge import JudgeNetwork, load_judge
+from sage_fast.testbed import BASE
+from sage_fast.testbed.judge import JudgeNetwork, class_counts_of, load_judge
+from sage_fast.testbed.text_encoder import embedder
 from sage_fast.testbed.tiny_model import (
     TestbedTransformer,
     allow_batches,
@@ -46,12 +46,15 @@ from sage_fast.testbed.tiny_model import (
     load_vae,
     tiny_vae,
 )
-from sage_fast.testbed.world import BACKGROUND
+from sage_fast.testbed.world import BACKGROUND, BALLS, HEIGHT, WIDTH, World
 from sage_fast.util.console import log_to_screen, progress
 from studies.pairs import judge as pairs_judge
 from studies.pairs import model as pairs_model
 from studies.pairs import world as pairs
-from studies.testbed import judge, render
+from studies.shapes.world import BASE as SHAPES_BASE
+from studies.shapes.world import SHAPES
+from studies.testbed.judge import loss_of_clips
+from studies.testbed.render import render
 
 log = logging.getLogger("sage_fast.studies")
 
@@ -62,9 +65,7 @@ PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifie
 EMA_DECAY = 0.998
 KL_WEIGHT = 5e-4
 IMAGE_SIZE = 32  # pixels that the image encoder reads: four patches of half this size
-SCALED = (
-    72  # videos that the scale of the latents is measured on: one of each of the testbed's captions
-)
+SCALED = 72  # videos that the scale of the latents is measured on, at most: one of a caption
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,8 @@ class Steps:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class World:
-    """What is learned.
+class Lesson:
+    """What a base model learns in a world, and how long.
 
     Attributes:
         name: value of `--world`.
@@ -124,41 +125,53 @@ class Clips(NamedTuple):
     frame: Tensor | None = None
 
 
-def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
-    """The testbed's autoencoder: it is convolutional and knows the shapes; only the scale of the
-    latents differs."""
+def _vae_of_shapes() -> AutoencoderKLHunyuanVideo15:
+    """The autoencoder of the world of shapes: it is convolutional and knows the shapes; only the
+    scale of the latents differs."""
     vae = allow_batches(tiny_vae())
-    vae.load_state_dict(load_vae().state_dict())
+    vae.load_state_dict(load_vae(SHAPES_BASE).state_dict())
     return vae
 
 
 def _judge_of_pairs() -> JudgeNetwork:
-    """A judge that begins with what the testbed's sees."""
-    network = JudgeNetwork(sizes=pairs_judge.SIZES)
-    network.body.load_state_dict(load_judge().body.state_dict())
+    """A judge that begins with what that of the world of shapes sees."""
+    network = JudgeNetwork(class_counts=pairs_judge.CLASS_COUNTS)
+    network.body.load_state_dict(load_judge(SHAPES_BASE / "judge").body.state_dict())
     return network
 
 
-_TESTBED = World(
-    name="testbed",
-    prompts=testbed.train_prompts(),
-    video=lambda prompt, generator: render.render(testbed.parse(prompt), generator),
-    embed=text_encoder.embed,
-    vae=lambda: allow_batches(tiny_vae()),
-    transformer=TestbedTransformer,
-    judge=JudgeNetwork,
-    judge_loss=judge.loss_of_clips,
-    muon=True,
-    steps=Steps(
-        vae_steps=9000, decoder_steps=6000, steps=1200, videos_per_prompt=32, judge_steps=2500
-    ),
+def _of_one_thing(name: str, world: World, steps: Steps) -> Lesson:
+    """Return the lesson of a world of one thing that crosses the frame."""
+    return Lesson(
+        name=name,
+        prompts=world.train_prompts(),
+        video=lambda prompt, generator: render(world, world.parse(prompt), generator),
+        embed=embedder(world),
+        vae=lambda: allow_batches(tiny_vae()),
+        transformer=TestbedTransformer,
+        judge=lambda: JudgeNetwork(class_counts=class_counts_of(world)),
+        judge_loss=functools.partial(loss_of_clips, world),
+        muon=True,
+        steps=steps,
+    )
+
+
+_TESTBED = _of_one_thing(
+    "testbed",
+    BALLS,
+    Steps(vae_steps=9000, decoder_steps=6000, steps=1500, videos_per_prompt=32, judge_steps=2500),
 )
-_PAIRS = World(
+_SHAPES = _of_one_thing(
+    "shapes",
+    SHAPES,
+    Steps(vae_steps=9000, decoder_steps=6000, steps=1200, videos_per_prompt=32, judge_steps=2500),
+)
+_PAIRS = Lesson(
     name="pairs",
     prompts=pairs.train_prompts(),
     video=lambda prompt, generator: pairs.render(pairs.parse(prompt), generator),
     embed=pairs_model.embed,
-    vae=_testbed_vae,
+    vae=_vae_of_shapes,
     transformer=TestbedTransformer,
     judge=_judge_of_pairs,
     judge_loss=pairs_judge.loss_of_clips,
@@ -181,12 +194,12 @@ _I2V = dataclasses.replace(
     muon=False,
     steps=Steps(steps=300, videos_per_prompt=32),
 )
-WORLDS = {world.name: world for world in (_TESTBED, _PAIRS, _I2V)}
+LESSONS = {lesson.name: lesson for lesson in (_TESTBED, _I2V, _SHAPES, _PAIRS)}
 
 
-def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
-    """Train what a world has; write `vae/`, `transformer/`, `judge/` and the encoder of images into
-    `folder`.
+def pretrain(folder: Path, lesson: Lesson, *, seed: int = 0) -> None:
+    """Train what a lesson has into `folder`: `vae/`, `transformer/`, `judge/` and the encoder of
+    images.
 
     Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same
     weights. A part that `folder` already holds is kept; the others do not change, since each part
@@ -199,24 +212,24 @@ def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
         return not (folder / part).exists()
 
     with torch.random.fork_rng(devices=[]):
-        if world.judge is not None and missing("judge"):
-            network = train_judge(world, world.judge(), torch.Generator().manual_seed(seed))
+        if lesson.judge is not None and missing("judge"):
+            network = train_judge(lesson, lesson.judge(), torch.Generator().manual_seed(seed))
             network.half().save_pretrained(folder / "judge")
-        if world.vae is not None and missing("vae"):
-            train_vae(world, world.vae(), seed).half().save_pretrained(folder / "vae")
-        if world.takes_images and missing("image_encoder"):
+        if lesson.vae is not None and missing("vae"):
+            train_vae(lesson, lesson.vae(), seed).half().save_pretrained(folder / "vae")
+        if lesson.takes_images and missing("image_encoder"):
             random_image_encoder().half().save_pretrained(folder / "image_encoder")
             features = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
             features.save_pretrained(folder / "feature_extractor")
         if missing("transformer"):
             generator = torch.Generator().manual_seed(seed)
-            transformer = train_flow(world, encode_clips(world, folder, generator), generator)
+            transformer = train_flow(lesson, encode_clips(lesson, folder, generator), generator)
             transformer.half().save_pretrained(folder / "transformer")
 
     record = {
-        "command": f"python -m studies.testbed.pretrain FOLDER --world {world.name} --seed {seed}",
+        "command": f"python -m studies.testbed.pretrain FOLDER --world {lesson.name} --seed {seed}",
         "seed": seed,
-        **dataclasses.asdict(world.steps),
+        **dataclasses.asdict(lesson.steps),
         "torch": torch.__version__.split("+")[0],
     }
     (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -239,7 +252,7 @@ def random_image_encoder() -> SiglipVisionModel:
 
 
 def train_vae(
-    world: World, vae: AutoencoderKLHunyuanVideo15, seed: int
+    lesson: Lesson, vae: AutoencoderKLHunyuanVideo15, seed: int
 ) -> AutoencoderKLHunyuanVideo15:
     """Train an autoencoder on rendered videos: first both halves, then the decoder alone; measure
     its latents' scale.
@@ -249,22 +262,25 @@ def train_vae(
     vae.train()
     # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it
     # first.
-    _reconstruct(world, vae, seed, steps=world.steps.vae_steps, foreground=8.0)
+    _reconstruct(lesson, vae, seed, steps=lesson.steps.vae_steps, foreground=8.0)
     vae.half().float()  # train the decoder on the encoder as stored, in half precision
     vae.encoder.requires_grad_(False)
     # The remaining error is a haze over the background: it covers most of the frame, but each pixel
     # weighs little.
-    _reconstruct(world, vae, seed, steps=world.steps.decoder_steps, foreground=3.0)
+    _reconstruct(lesson, vae, seed, steps=lesson.steps.decoder_steps, foreground=3.0)
     generator = torch.Generator().manual_seed(seed)
     latents = torch.stack(
-        [encode(vae.eval(), draw(world, prompt, 1, generator)) for prompt in world.prompts[:SCALED]]
+        [
+            encode(vae.eval(), draw(lesson, prompt, 1, generator))
+            for prompt in lesson.prompts[:SCALED]
+        ]
     )
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
     return vae
 
 
 def _reconstruct(
-    world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, foreground: float
+    lesson: Lesson, vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, foreground: float
 ) -> None:
     """Train what requires gradients on freshly rendered videos.
 
@@ -284,9 +300,9 @@ def _reconstruct(
     for step in progress(range(steps), "autoencoder", steps):
         _set_cosine_lr(1e-3, step, steps, optimizer)
         picks = torch.randint(
-            len(world.prompts), (world.steps.vae_batch,), generator=generator
+            len(lesson.prompts), (lesson.steps.vae_batch,), generator=generator
         ).tolist()
-        video = _to_vae(torch.stack([world.video(world.prompts[i], generator) for i in picks]))
+        video = _to_vae(torch.stack([lesson.video(lesson.prompts[i], generator) for i in picks]))
         video = video.contiguous(memory_format=torch.channels_last_3d)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             posterior = vae.encode(video).latent_dist
@@ -302,17 +318,13 @@ def _reconstruct(
         log.info(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
 
 
-def encode_clips(world: World, folder: Path, generator: torch.Generator) -> Clips:
+def encode_clips(lesson: Lesson, folder: Path, generator: torch.Generator) -> Clips:
     """Draw and encode `videos_per_prompt` clips of each caption, with the encoders in `folder`."""
-    vae = load_vae(folder if world.vae is not None else BASE)
+    vae = load_vae(folder if lesson.vae is not None else BASE)
     latents, images = [], []
-    see = (
-        load_image_encoder(folder, vae, (testbed.HEIGHT, testbed.WIDTH))
-        if world.takes_images
-        else None
-    )
-    for prompt in world.prompts:
-        videos = draw(world, prompt, world.steps.videos_per_prompt, generator)
+    see = load_image_encoder(folder, vae, (HEIGHT, WIDTH)) if lesson.takes_images else None
+    for prompt in lesson.prompts:
+        videos = draw(lesson, prompt, lesson.steps.videos_per_prompt, generator)
         latents.append(vae.config.scaling_factor * encode(vae, videos))
         if see is not None:
             images.append(
@@ -326,9 +338,9 @@ def encode_clips(world: World, folder: Path, generator: torch.Generator) -> Clip
     return Clips(torch.stack(latents), *(torch.stack(each) for each in zip(*images)))
 
 
-def draw(world: World, prompt: str, count: int, generator: torch.Generator) -> Tensor:
+def draw(lesson: Lesson, prompt: str, count: int, generator: torch.Generator) -> Tensor:
     """Draw clips of one caption, float32 [count, F, 3, H, W] in [0, 1]."""
-    return torch.stack([world.video(prompt, generator) for _ in range(count)])
+    return torch.stack([lesson.video(prompt, generator) for _ in range(count)])
 
 
 @torch.no_grad()
@@ -339,18 +351,19 @@ def encode(vae: AutoencoderKLHunyuanVideo15, videos: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def correct_clips(
-    decoder: Callable[[Tensor], Tensor], prompts: list[str], frames: int
-) -> tuple[Tensor, Tensor]:
-    """Draw a correct clip of each prompt of the testbed, as drawn and through the autoencoder.
+def correct_clips(lesson: Lesson, decoder: Any, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    """Draw a correct clip of each prompt of a lesson, as drawn and through the autoencoder.
+
+    Args:
+        lesson: the lesson of the prompts' world.
+        decoder: that of a loaded model, with its autoencoder as `vae`.
+        prompts: N captions.
 
     Returns:
-        Both [N, frames, 3, H, W] in [0, 1].
+        Both [N, F, 3, H, W] in [0, 1].
     """
-    generator, vae = torch.Generator().manual_seed(0), load_vae()
-    drawn = torch.cat([draw(WORLDS["testbed"], prompt, 1, generator) for prompt in prompts])[
-        :, :frames
-    ]
+    generator, vae = torch.Generator().manual_seed(0), allow_batches(decoder.vae)
+    drawn = torch.cat([draw(lesson, prompt, 1, generator) for prompt in prompts])
     latents = vae.config.scaling_factor * torch.cat([encode(vae, part) for part in drawn.split(32)])
     return drawn, decoder(latents)
 
@@ -360,17 +373,17 @@ def picture(frame: Tensor) -> Image.Image:
     return Image.fromarray((255 * frame).round().byte().permute(1, 2, 0).contiguous().numpy())
 
 
-def train_flow(world: World, clips: Clips, generator: torch.Generator) -> TestbedTransformer:
+def train_flow(lesson: Lesson, clips: Clips, generator: torch.Generator) -> TestbedTransformer:
     """Train by flow matching; return the averaged weights."""
-    steps, batch, latents = world.steps.steps, world.steps.batch, clips.latents
-    model = world.transformer().train()
+    steps, batch, latents = lesson.steps.steps, lesson.steps.batch, clips.latents
+    model = lesson.transformer().train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
-    text = torch.stack([world.embed(prompt) for prompt in world.prompts])
-    no_text = world.embed("")[None]
+    text = torch.stack([lesson.embed(prompt) for prompt in lesson.prompts])
+    no_text = lesson.embed("")[None]
     unprompted = round(PROMPT_DROPOUT * batch)
     matrices, others = list[Tensor](), list[Tensor]()
     for name, p in model.named_parameters():
-        by_muon = world.muon and p.ndim == 2 and name.startswith("transformer_blocks.")
+        by_muon = lesson.muon and p.ndim == 2 and name.startswith("transformer_blocks.")
         (matrices if by_muon else others).append(p)
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
@@ -411,14 +424,14 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
     return average
 
 
-def train_judge(world: World, network: JudgeNetwork, generator: torch.Generator) -> JudgeNetwork:
+def train_judge(lesson: Lesson, network: JudgeNetwork, generator: torch.Generator) -> JudgeNetwork:
     """Train the judge on clips, clean and corrupted."""
-    network, steps = network.train(), world.steps.judge_steps
+    network, steps = network.train(), lesson.steps.judge_steps
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=1e-2)
     loss = torch.zeros(())
     for step in progress(range(steps), "judge", steps):
         _set_cosine_lr(2e-3, step, steps, optimizer)
-        loss = world.judge_loss(network, world.steps.judge_batch, generator)
+        loss = lesson.judge_loss(network, lesson.steps.judge_batch, generator)
         _update(loss, optimizer)
     log.info(f"judge: loss {loss.detach():.3f} in the last step")
     return network.eval()
@@ -493,9 +506,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="where transformer/, vae/ and judge/ go"
     )
-    parser.add_argument("--world", choices=WORLDS, default="testbed")
+    parser.add_argument("--world", choices=LESSONS, default="testbed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args()
     log_to_screen(quiet=options.quiet)
-    pretrain(options.folder, WORLDS[options.world], seed=options.seed)
+    pretrain(options.folder, LESSONS[options.world], seed=options.seed)

@@ -1,6 +1,7 @@
 """The held-out judge: it knows what it looks at, falls with every corruption, and is not fooled as
 the reward is."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -18,80 +19,88 @@ from sage_fast.testbed.rewards import (
     text_alignment,
     visual_quality,
 )
-from sage_fast.testbed.world import (
-    ATTRIBUTES,
-    BACKGROUND,
-    FRAMES,
-    Scene,
-    all_scenes,
-    heldout_prompts,
-    parse,
-)
+from sage_fast.testbed.world import BACKGROUND, BALLS, FRAMES, Scene, heldout_prompts
 from sage_fast.util.errors import RewardError, UserError
-from studies.testbed.corruptions import CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
+from studies.testbed.corruptions import (
+    SCENE_CORRUPTIONS,
+    draw,
+    pixel_corruptions,
+    random_clip,
+)
 from studies.testbed.render import render
 from tests.tiny import keys_of
 
 JUDGE = TestbedJudge()
-SCENES = all_scenes()
-CAPTIONS = [scene.caption for scene in SCENES]
+SCENES = BALLS.scenes
+CAPTIONS = [BALLS.caption(scene) for scene in SCENES]
+PIXELS = pixel_corruptions(BALLS)
 
 
 def rendered(seed: int) -> Tensor:
     """One fresh clip of each caption; the judge was trained with another generator."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([render(scene, generator) for scene in SCENES])
+    return torch.stack([render(BALLS, scene, generator) for scene in SCENES])
+
+
+def alignment(scores: dict[str, Tensor]) -> Tensor:
+    """Mean over the words of a caption, [B]."""
+    return torch.stack([scores[attribute] for attribute in BALLS.attributes]).mean(dim=0)
 
 
 def corrupted(kind: str, strength: float, scenes: list[Scene] = SCENES[::5]) -> Tensor:
     generator = torch.Generator().manual_seed(77)
     clips = [
-        draw(scene, kind if kind in SCENE_CORRUPTIONS else None, strength, generator)
+        draw(BALLS, scene, kind if kind in SCENE_CORRUPTIONS else None, strength, generator)
         for scene in scenes
     ]
-    if kind in CORRUPTIONS and strength > 0:
-        clips = [CORRUPTIONS[kind].apply(clip, strength, generator) for clip in clips]
+    if kind in PIXELS and strength > 0:
+        clips = [PIXELS[kind].apply(clip, strength, generator) for clip in clips]
     return torch.stack(clips).clamp(0, 1)
 
 
 def test_it_is_small() -> None:
-    assert sum(p.numel() for p in JUDGE.network.parameters()) <= 150_000
+    weights = sum(p.numel() for p in JUDGE.network.parameters())
+    assert weights <= 150_000
+    assert JUDGE.gpu_bytes == 4 * weights
     assert sum(file.stat().st_size for file in WEIGHTS.iterdir()) <= 4e5
 
 
 def test_it_names_the_attributes_of_fresh_clips() -> None:
     with torch.no_grad():
         logits, _ = JUDGE.network(torch.cat([rendered(1001), rendered(1002)]))
-    for attribute, words in ATTRIBUTES.items():
-        truth = torch.tensor([words.index(getattr(scene, attribute)) for scene in SCENES] * 2)
+    for attribute, words in BALLS.attributes.items():
+        named = [words.index(BALLS.words_of(scene)[attribute]) for scene in SCENES]
+        truth = torch.tensor(named * 2)
         assert float((logits[attribute].argmax(dim=1) == truth).float().mean()) > 0.95, attribute
 
 
 def test_rendered_clips_score_high_and_others_low() -> None:
     scores = JUDGE(rendered(1003), CAPTIONS)
-    assert float(scores["alignment"].mean()) > 0.9
+    assert min(float(scores[attribute].mean()) for attribute in BALLS.attributes) > 0.9
     assert float(scores["naturalness"].mean()) > 0.8
     black, white = (torch.full((1, FRAMES, 3, 32, 32), value) for value in (0.0, 1.0))
     noise = torch.rand(4, FRAMES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     garbage = torch.cat([black, white, noise])
     scores = JUDGE(garbage, CAPTIONS[: len(garbage)])
     assert all(bool(part.isfinite().all()) for part in scores.values())
-    assert float(scores["alignment"].max()) < 0.4  # chance is 1/3
+    # by chance half of the sizes and speeds, and a quarter of the colours and directions
+    assert float(alignment(scores).max()) < 0.5
     assert float(scores["naturalness"].max()) < 0.5
 
 
 def test_it_tells_prompts_that_match_from_prompts_that_do_not() -> None:
     videos = rendered(1004)
-    matched = JUDGE(videos, CAPTIONS)["alignment"]
-    for attribute, words in ATTRIBUTES.items():
-        other = [
-            Scene(
-                **vars(s)
-                | {attribute: words[(words.index(getattr(s, attribute)) + 1) % len(words)]}
-            ).caption
-            for s in SCENES
-        ]
-        assert float((matched - JUDGE(videos, other)["alignment"]).mean()) > 0.2, attribute
+    matched = JUDGE(videos, CAPTIONS)
+    for attribute, words in BALLS.attributes.items():
+        field = "form" if attribute == BALLS.form_name else attribute
+        other = []
+        for scene in SCENES:
+            following = words[(words.index(BALLS.words_of(scene)[attribute]) + 1) % len(words)]
+            other.append(BALLS.caption(dataclasses.replace(scene, **{field: following})))
+        unmatched = JUDGE(videos, other)
+        for part, value in matched.items():
+            fall = float((value - unmatched[part]).mean())
+            assert fall > 0.8 if part == attribute else fall == 0, (attribute, part)
 
 
 def trail(video: Tensor, strength: float) -> Tensor:
@@ -107,7 +116,7 @@ def tear(video: Tensor, strength: float) -> Tensor:
     return torch.cat([video[:, :, :16], video[:, :, 16:].roll(round(10 * strength), -1)], dim=2)
 
 
-@pytest.mark.parametrize("kind", [*CORRUPTIONS, *SCENE_CORRUPTIONS, "trail", "tear"])
+@pytest.mark.parametrize("kind", [*PIXELS, *SCENE_CORRUPTIONS, "trail", "tear"])
 def test_naturalness_falls_with_the_strength_of_each_corruption(kind: str) -> None:
     """The last two kinds were held out of its training."""
     strengths = (0.0, 0.25, 0.5, 0.75)
@@ -119,8 +128,15 @@ def test_naturalness_falls_with_the_strength_of_each_corruption(kind: str) -> No
             videos = torch.stack([heldout(video, strength) for video in videos])
         means.append(float(JUDGE(videos, CAPTIONS[::5])["naturalness"].mean()))
     assert all(low < high for high, low in itertools.pairwise(means)), means
-    # shapes that change on the way are the hardest to see
+    # balls that change on the way are the hardest to see
     assert means[-1] < means[0] - 0.15, means
+
+
+@pytest.mark.parametrize("kind", ["blur", "pixelate", "warp"])
+def test_a_ball_without_a_clean_outline_keeps_its_size(kind: str) -> None:
+    """Otherwise a run that only sharpens its clips would seem to learn the word."""
+    scores = JUDGE(corrupted(kind, 0.6), CAPTIONS[::5])
+    assert float(scores["size"].mean()) > 0.85
 
 
 def reward_of(videos: Tensor, prompts: list[str]) -> Tensor:
@@ -130,7 +146,7 @@ def reward_of(videos: Tensor, prompts: list[str]) -> Tensor:
 
 
 def test_a_video_made_to_please_the_reward_does_not_please_the_judge() -> None:
-    """Gradient ascent on pixels, from noise: speckled shapes of the wrong colour that move the
+    """Gradient ascent on pixels, from noise: speckled balls of the wrong colour that move the
     wrong way and change on the way, which the reward likes better than what a trained policy
     makes."""
     prompts = heldout_prompts()[:3]
@@ -145,15 +161,15 @@ def test_a_video_made_to_please_the_reward_does_not_please_the_judge() -> None:
         optimizer.step()
     hacked = logits.detach().sigmoid()
     reward = sum(TestbedReward()(hacked, prompts).values(), torch.zeros(()))
-    assert float(reward.min()) > 2.0  # of the 2.9 of a rendered clip
+    assert float(reward.min()) > 1.7  # of the 2.9 of a rendered clip
     judge = JUDGE(hacked, prompts)
     assert float(judge["naturalness"].max()) < 0.5  # rendered clips: 0.8 to 1
-    assert float(judge["alignment"].max()) < 0.8  # 0.98 to 1
+    assert float(alignment(judge).max()) < 0.8  # 0.98 to 1
 
 
 def test_training_clips_are_graded() -> None:
     generator = torch.Generator().manual_seed(0)
-    clips = [random_clip(parse(CAPTIONS[0]), generator) for _ in range(200)]
+    clips = [random_clip(BALLS, SCENES[0], generator) for _ in range(200)]
     clean = torch.tensor([grade for _, grade, _ in clips])
     assert 0.1 < float((clean == 1).float().mean()) < 0.3
     assert float(clean.min()) < 0.1
@@ -183,11 +199,11 @@ def test_what_a_judge_fails_on_has_no_scores() -> None:
     judge = Judge("testbed-judge", RewardConfig())
     scores = judge(videos, keys_of([CAPTIONS[0], "a cat"]))
     assert scores.dropped == 1
-    assert scores.parts["alignment"].isfinite().tolist() == [True, False]
+    assert scores.parts["naturalness"].isfinite().tolist() == [True, False]
     assert "dropped a sample of 'a cat': reward 'testbed-judge': " in scores.notes[-1]
     with pytest.raises(RewardError, match="1 of 2 samples have no score"):
         judge.check_share(scores)
-    with pytest.raises(RewardError, match="names nothing that the judge knows"):
+    with pytest.raises(RewardError, match="expected 7 words"):
         Judge("testbed-judge", RewardConfig(on_failure="stop"))(
             videos, keys_of([CAPTIONS[0], "a cat"])
         )
