@@ -1,4 +1,4 @@
-"""The study of the demo's settings: what it runs, which cell it chooses, and its verdict."""
+"""The study of the demo: what it runs, and its verdicts."""
 
 import dataclasses
 import statistics
@@ -8,115 +8,95 @@ from typing import Any
 import pytest
 
 from sage_fast.data.prompts import read_prompts
-from sage_fast.testbed.world import heldout_prompts, train_prompts
 from studies.demo import findings, runs
-from studies.demo.runs import NFT, SAGE, Made, cells, make, settings_of, variants
+from studies.demo.runs import NFT, SAGE, make, seeds, settings_of
 from studies.runs import TrainedRun, shipped
+from studies.testbed.look import rewards_of_correct_clips
 from tests.test_race import made
 
 pytestmark = pytest.mark.soak
 
-
-def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> None:
-    for name in (SAGE, NFT, *variants(SAGE)):
-        config = settings_of(f"{name}-seed10", quick=False)
-        trained, scored = (
-            {prompt.text for prompt in read_prompts(source)}
-            for source in (config.data.prompts, config.data.eval_prompts or "")
-        )
-        assert (len(trained), len(scored)) == (24, config.eval.num_prompts) == (24, 48)
-        assert trained | scored == set(train_prompts())
-        assert not (trained | scored) & set(heldout_prompts())
-        assert config.seed not in (
-            *runs._protocol()["search"]["seeds"],
-            runs._protocol()["second"]["seed"],
-        )
+PARTS = ("vq", "mq", "ta", *findings.SCORES.values(), "judge/naturalness")
 
 
-def test_every_cell_of_the_search_loads_and_differs_from_the_others() -> None:
-    names = [*cells(), *variants(SAGE), *variants(NFT)]
-    configs = [settings_of(f"{name}-seed0", quick=False) for name in names]
-    assert len({str(config) for config in configs}) == len(configs)
+def run_of(score: float, seed: int, lost: str | None = None) -> TrainedRun:
+    """A run of the demo from 1 to `score`; a part that is `lost` falls as much as the others
+    rise."""
+    plain = made(score, seed, noise=0.01)
+    evaluations = []
+    for evaluation in plain.evaluations:
+        column = evaluation["parts"]["vq"]
+        fallen = [2 / 3 - value for value in column]
+        parts = {name: fallen if name == lost else column for name in PARTS}
+        evaluations.append({**evaluation, "parts": parts})
+    return dataclasses.replace(plain, evaluations=evaluations)
 
 
-def test_the_demo_is_the_cell_that_was_chosen() -> None:
-    """Apart from what it writes and how often it evaluates."""
-    chosen = settings_of(f"{runs._protocol()['chosen']}-seed0", quick=False)
-    demo = shipped(SAGE)
-    train = dataclasses.replace(demo.train, checkpoint_interval=chosen.train.checkpoint_interval)
-    assert dataclasses.replace(
-        demo, output=chosen.output, train=train, eval=chosen.eval
-    ) == dataclasses.replace(chosen, tracking=demo.tracking)
+def found_of(sage: float, nft: float, lost: str | None = None) -> dict[str, list[TrainedRun]]:
+    return {
+        SAGE: [run_of(sage, seed, lost) for seed in range(4)],
+        NFT: [dataclasses.replace(run_of(nft, seed + 4), seed=seed) for seed in range(4)],
+    }
 
 
-def test_the_best_cells_are_run_on_every_seed(
+def test_the_runs_are_the_shipped_configurations_on_seeds_that_chose_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[str] = []
-    names = [*cells(), *variants(SAGE), *variants(NFT)]
-    level = {cell: 1 + 0.01 * i for i, cell in enumerate(names)}
+    asked: dict[str, Any] = {}
 
     def train(study: str, settings: dict[str, Any], folder: Path, **_: object) -> list[TrainedRun]:
-        asked.extend(settings)
-        return [
-            made(level.get(name.rpartition("-seed")[0], 1.5), config.seed)
-            for name, config in settings.items()
-        ]
+        asked.update(settings)
+        return [run_of(1.5, config.seed) for config in settings.values()]
 
     monkeypatch.setattr(runs, "train_runs", train)
-    monkeypatch.setattr(runs, "score_correct_clips", lambda config: (2.9, 2.8))
-    found = make(tmp_path, quick=True, workers=1)
-    best = list(cells())[-4:]
-    assert sorted(cell for cell, trained in found.search.items() if len(trained) == 2) == sorted(
-        best
+    made_runs = make(tmp_path, quick=False, workers=1)
+    assert {name: [run.seed for run in group] for name, group in made_runs.items()} == {
+        SAGE: seeds(quick=False),
+        NFT: seeds(quick=False),
+    }
+    assert len(seeds(quick=False)) == 10
+    assert not {0, 1} & {*seeds(quick=False)}
+    for name, config in asked.items():
+        plain = shipped(name.rpartition("-seed")[0])
+        assert (config.train, config.objective, config.kl) == (
+            plain.train,
+            plain.objective,
+            plain.kl,
+        )
+        heldout = {prompt.text for prompt in read_prompts(config.data.eval_prompts or "")}
+        assert config.eval.num_prompts == len(heldout)
+        assert not heldout & {prompt.text for prompt in read_prompts(config.data.prompts)}
+
+
+@pytest.mark.parametrize(
+    ("score", "lost", "verdict"),
+    [(1.9, None, "held"), (1.9, "judge/speed", "not held"), (1.0, None, "not decidable")],
+)
+def test_every_word_has_to_gain(score: float, lost: str | None, verdict: str) -> None:
+    found = found_of(score, 1.5, lost)
+    words, _ = (claim.find(None) for claim in findings.claims(found, (2.9, 2.75)))
+    assert words.verdict == verdict
+    assert [row[0] for row in words.table[1:]] == [*findings.PARTS]
+    assert float(words.table[1][3]) == pytest.approx(
+        statistics.fmean(run.mean() for run in found[SAGE]), abs=1e-3
     )
-    assert {f"{cell}-seed1" for cell in best} == {name for name in asked if name.endswith("-seed1")}
-    assert [run.seed for run in found.confirmation[SAGE]] == runs._protocol()["confirmation"][
-        "seeds"
-    ]
-    assert list(found.confirmation) == [SAGE, found.best(SAGE), NFT]
-    assert (found.best(SAGE), found.best(NFT)) == (
-        list(variants(SAGE))[-1],
-        list(variants(NFT))[-1],
-    )
+    assert "2.90 as drawn, and of 2.75 through the autoencoder" in words.text
 
 
 @pytest.mark.parametrize(
     ("score", "verdict"), [(1.9, "held"), (1.5, "not decidable"), (1.1, "not held")]
 )
-def test_the_verdict_follows_the_difference(score: float, verdict: str) -> None:
-    second = {name: [made(1.0, 0)] for name in (*variants(SAGE), *variants(NFT))}
-    best = list(variants(SAGE))[1]
-    second[best] = [made(1.3, 0)]
-    confirmation = {
-        SAGE: [made(score, seed, noise=0.01) for seed in range(3)],
-        best: [made(1.5, seed, noise=0.01) for seed in range(3)],
-        NFT: [made(1.5, seed + 7, noise=0.01) for seed in range(3)],
-    }
-    first, later, *_, last = cells()
-    search = {last: [made(1.9, 0)]} | {
-        cell: [made(score, seed) for seed in range(2)]
-        for cell, score in ((first, 1.4), (later, 1.5))
-    }
-    found = Made(search=search, second=second, confirmation=confirmation, correct=(2.886, 2.747))
-    gain, variant, search_finding = (claim.find(None) for claim in findings.claims(found))
-    opposite = {"held": "not held", "not held": "held"}
-    assert variant.verdict == opposite.get(verdict, verdict)
-    assert variant.table[1][0] == f"`{best}`"
-    assert "2.89 as drawn, and 2.75 through the autoencoder" in gain.text
-    assert gain.verdict == verdict
-    assert float(gain.table[1][3]) == pytest.approx(
-        statistics.fmean(run.mean() for run in confirmation[SAGE]), abs=1e-3
-    )
-    assert f"`{later}` has the highest mean" in search_finding.text
-    assert [row[0] for row in search_finding.table] == [
-        "cell",
-        f"`{later}`",
-        f"`{first}`",
-        f"`{last}`",
-    ]
+def test_the_challenger_is_met_on_the_same_seeds(score: float, verdict: str) -> None:
+    found = found_of(score, 1.5)
+    _, challenger = (claim.find(None) for claim in findings.claims(found, (2.9, 2.75)))
+    assert challenger.verdict == verdict
+    assert [row[1] for row in challenger.table[1:]] == ["SAGE-GRPO", "DiffusionNFT"]
 
 
 def test_a_correct_clip_scores_less_through_the_autoencoder() -> None:
-    drawn, decoded = runs.score_correct_clips(settings_of(f"{SAGE}-seed10", quick=True))
+    drawn, decoded = rewards_of_correct_clips(shipped(SAGE), "testbed")
     assert 2.6 < decoded < drawn < 3
+
+
+def test_quick_runs_are_short() -> None:
+    assert settings_of(f"{SAGE}-seed10", quick=True).train.iterations == 2

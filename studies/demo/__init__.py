@@ -1,1 +1,1 @@
-"""How the demo's settings were chosen, and what they gain on prompts that chose nothing."""
+"""The study of the demo: what it and its challenger gain on ten seeds, word by word."""

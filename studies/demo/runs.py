@@ -1,22 +1,23 @@
-"""The runs of the demo's study: cells of two searches, and the confirmation."""
+"""The runs of the demo's study: two shipped configurations on ten seeds."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import statistics
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.loader import load, read_yaml
+from sage_fast.config.loader import read_yaml
 from sage_fast.config.schema import Config
-from studies.runs import TrainedRun, planned_flops, shipped, train_runs
+from studies.runs import TrainedRun, shipped, train_runs
 
 SAGE, NFT = "demo", "demo-nft"
-"""The shipped configurations that are compared."""
-QUICK = 2
-"""Iterations of a run with `--quick`."""
+"""The configurations that are run."""
+QUICK = {
+    "train.iterations": 2,
+    "eval.seeds_per_prompt": 1,
+    "eval.num_prompts": 2,
+}
+"""Settings of a run with `--quick`."""
 
 
 @functools.cache
@@ -29,141 +30,22 @@ def protocol_text() -> list[str]:
     return list(_protocol()["text"])
 
 
-def cells() -> dict[str, Mapping[str, Any]]:
-    """Return cell of the first search -> its settings over `search.yaml`."""
-    return dict(_protocol()["cells"])
-
-
-def variants(method: str) -> dict[str, Mapping[str, Any]]:
-    """Return variant of the second search -> its settings over a shipped configuration, `SAGE` or
-    `NFT`."""
-    return dict(_protocol()["second"]["cells"][method])
-
-
-def looks() -> int:
-    """Return how often the confirmation's runs were looked at while more could follow."""
-    return int(_protocol()["confirmation"]["looks"])
+def seeds(quick: bool) -> list[int]:
+    """Return the seeds of each configuration's runs: with `quick` the first two."""
+    found = list(_protocol()["seeds"])
+    return found[:2] if quick else found
 
 
 def settings_of(run: str, quick: bool) -> Config:
-    """Return the settings of a run by its name."""
+    """Return the settings of a run by its name, such as `demo-seed10`."""
     name, _, seed = run.rpartition("-seed")
-    overlays: list[Mapping[str, Any]] = [{"seed": int(seed)}]
-    if name in cells():
-        read = functools.partial(_over_search, cells()[name])
-    else:
-        method = NFT if name in (NFT, *variants(NFT)) else SAGE
-        overlay = variants(method)[name] if name != method else {}
-        read = functools.partial(shipped, method, _protocol()["second"]["eval"], overlay)
-    if int(seed) in _protocol()["confirmation"]["seeds"]:
-        overlays.append(_protocol()["confirmation"]["base"])
-        overlays.append({"eval.interval": read(*overlays).train.iterations})  # none before the end
-    small = {
-        "train.iterations": QUICK,
-        "eval.interval": QUICK,
-        "eval.seeds_per_prompt": 1,
-        "eval.num_prompts": 2,
-    }
-    return read(*overlays, small if quick else {})
+    return shipped(name, _protocol()["base"], QUICK if quick else {}, {"seed": int(seed)})
 
 
-def _over_search(cell: Mapping[str, Any], *overlays: Mapping[str, Any]) -> Config:
-    return load(str(Path(__file__).with_name("search.yaml")), overlays=[cell, *overlays])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Made:
-    """The runs of the study.
-
-    Attributes:
-        search: cell of the first search -> its runs: on the first seed, and for the best cells on
-            the others.
-        second: variant of the second search -> its run.
-        confirmation: `SAGE`, its variant and `NFT` -> runs on seeds and prompts that chose nothing.
-        correct: mean composite of correct clips of the confirmation's prompts, as drawn and through
-            the autoencoder.
-    """
-
-    search: Mapping[str, Sequence[TrainedRun]]
-    second: Mapping[str, Sequence[TrainedRun]]
-    confirmation: Mapping[str, Sequence[TrainedRun]]
-    correct: tuple[float, float]
-
-    @property
-    def all(self) -> dict[str, Sequence[TrainedRun]]:
-        both = {
-            name: [*self.second.get(name, []), *runs] for name, runs in self.confirmation.items()
-        }
-        return {**self.search, **self.second, **both}
-
-    def best(self, method: str) -> str:
-        """Return the variant of `SAGE` or `NFT` with the highest score in the second search."""
-        return max(variants(method), key=lambda name: score(self.second[name]))
-
-
-def teraflops(name: str) -> float:
-    """Return the planned TFLOPs (1e12) of a run, without its evaluations; its name is without the
-    seed."""
-    iterations = settings_of(f"{name}-seed0", quick=False).train.iterations
-    return iterations * sum(_iteration_flops(name).values()) / 1e12
-
-
-def decoder_share(name: str) -> float:
-    """Return the decoder's share of the FLOPs of a run, in [0, 1]."""
-    of_iteration = _iteration_flops(name)
-    return of_iteration["decode"] / sum(of_iteration.values())
-
-
-def _iteration_flops(name: str) -> dict[str, float]:
-    from sage_fast.models.find import find_spec
-
-    config = settings_of(f"{name}-seed0", quick=False)
-    return planned_flops(config, find_spec(config.model.path))
-
-
-def score(runs: Sequence[TrainedRun]) -> float:
-    """Return the mean held-out score at the end of the runs."""
-    return statistics.fmean(run.mean() for run in runs)
-
-
-def score_correct_clips(config: Config) -> tuple[float, float]:
-    """Return the mean composite of one correct clip of each held-out prompt, as drawn and through
-    the autoencoder."""
-    from sage_fast.loading import load_setup, resolve
-    from studies.testbed.pretrain import correct_clips
-
-    setup = load_setup(resolve(config))
-    prompts = [key.text for key in setup.eval_prompts]
-    clips = correct_clips(setup.model.decoder, prompts, config.sampling.num_frames)
-    pending = [setup.reward.submit(videos, setup.eval_prompts) for videos in clips]
-    first, second = (float(scores.result().rewards.mean()) for scores in pending)
-    return first, second
-
-
-def make(folder: Path, *, quick: bool, workers: int) -> Made:
-    """Train the runs that `folder` lacks: both searches, and the confirmation."""
-
-    def train(names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[TrainedRun]]:
-        settings = {
-            f"{name}-seed{seed}": settings_of(f"{name}-seed{seed}", quick)
-            for seed in seeds
-            for name in names
-        }
-        made = train_runs(__package__ + ".runs", settings, folder, quick=quick, workers=workers)
-        return {name: made[i :: len(names)] for i, name in enumerate(names)}
-
-    first, *others = _protocol()["search"]["seeds"]
-    search = train(list(cells()), [first])
-    ranked = sorted(search, key=lambda cell: score(search[cell]), reverse=True)
-    again = train(ranked[: _protocol()["search"]["best"]], others)
-    second = train([*variants(SAGE), *variants(NFT)], [_protocol()["second"]["seed"]])
-    found = Made(
-        search={cell: runs + again.get(cell, []) for cell, runs in search.items()},
-        second=second,
-        confirmation={},
-        correct=score_correct_clips(
-            settings_of(f"{SAGE}-seed{_protocol()['confirmation']['seeds'][0]}", quick)
-        ),
-    )
-    confirmed = train([SAGE, found.best(SAGE), NFT], _protocol()["confirmation"]["seeds"])
-    return dataclasses.replace(found, confirmation=confirmed)
+def make(folder: Path, *, quick: bool, workers: int) -> dict[str, list[TrainedRun]]:
+    """Train the runs that `folder` lacks; return configuration -> its runs, by seed."""
+    names = [f"{name}-seed{seed}" for name in (SAGE, NFT) for seed in seeds(quick)]
+    settings = {name: settings_of(name, quick) for name in names}
+    made = train_runs(__name__, settings, folder, quick=quick, workers=workers)
+    by_name = dict(zip(names, made, strict=True))
+    return {name: [by_name[f"{name}-seed{seed}"] for seed in seeds(quick)] for name in (SAGE, NFT)}
