@@ -1,5 +1,6 @@
 # make install    create .venv with pinned versions and the C++ operators
 # make demo       install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
+# make demo-long  the same for 175 iterations, in runs/demo-long
 # make test       install, then check and run the tests that tell in minutes whether the trainer still trains
 # make test-all   install, then run all other tests (tests/tiers.py); `.ci/run` runs both
 # make check      only lint, type check and the tests of the source's layout and names, in seconds
@@ -27,18 +28,20 @@ TIER ?=
 
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all check suite docs soak bench reproduce race gpu gpu-stack clean
+.PHONY: install demo demo-long test test-all check suite docs soak bench reproduce race gpu gpu-stack clean
 
 install: $(VENV)/installed
 
 # Install torch first and without build isolation, so that the C++ operators are built against the torch that runs them.
 # A module is compiled when it is first imported, and kept; most never are.
 $(VENV)/installed $(STACK)/installed: $(SOURCES)
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	sed -E '$(OTHER_PINS)' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c $(@D)/constraints.txt setuptools ninja torch numpy
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c $(@D)/constraints.txt --no-build-isolation --editable ".[dev]"
-	touch $@
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing into $(@D), 1 of 2: torch and what builds the C++ operators"
+	@sed -E '$(OTHER_PINS)' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c $(@D)/constraints.txt setuptools ninja torch numpy
+	@echo "installing into $(@D), 2 of 2: diffusers and the other packages; compiling the C++ operators"
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c $(@D)/constraints.txt --no-build-isolation --editable ".[dev]"
+	@touch $@
 
 $(STACK)/installed: OTHER_PINS = s/^torch==.*/torch==2.11.0/; s/^triton==.*/triton==3.6.0/; \
   s/^transformers==.*/transformers==5.17.0/; s/^huggingface_hub==.*/huggingface_hub==1.33.0/; \
@@ -47,6 +50,10 @@ $(STACK)/installed: OTHER_PINS = s/^torch==.*/torch==2.11.0/; s/^triton==.*/trit
 demo: install
 	rm -rf runs/demo
 	$(BIN)/sage-fast train configs/demo.yaml --output runs/demo
+
+demo-long: install
+	rm -rf runs/demo-long
+	$(BIN)/sage-fast train configs/demo.yaml --output runs/demo-long --train.iterations 175
 
 check: install
 	$(BIN)/ruff check .
