@@ -1,6 +1,6 @@
 # make install    create .venv with pinned versions and the C++ operators
 # make demo       install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
-# make demo-long  the same for 175 iterations, in runs/demo-long
+# make demo-long  the same with more iterations, in runs/demo-long
 # make test       install, then check and run the tests that tell in minutes whether the trainer still trains
 # make test-all   install, then run all other tests (tests/tiers.py); `.ci/run` runs both
 # make check      only lint, type check and the tests of the source's layout and names, in seconds

@@ -90,37 +90,38 @@ def chosen(prompts: list[str], gains: Tensor) -> dict[str, int]:
     }
 
 
-def moving_frames(columns: dict[str, Clips], rows: dict[str, int]) -> list[Image.Image]:
+def moving_frames(sets: dict[str, Clips], rows: dict[str, int]) -> list[Image.Image]:
     """Draw each frame of the moving picture: a column for each set of clips, and a row for each
     chosen clip under its heading."""
-    width = GAP + len(columns) * (CLIP + GAP)
+    width = GAP + len(sets) * (CLIP + GAP)
     height = LINE + GAP + len(rows) * (LINE + CLIP + GAP)
     font = ImageFont.load_default(size=12)
+    lefts = {label: GAP + k * (CLIP + GAP) for k, label in enumerate(sets)}
+    tops = {heading: LINE + GAP + k * (LINE + CLIP + GAP) for k, heading in enumerate(rows)}
     clips = {
-        (label, number): pixels(sampled.videos[number])
-        for label, sampled in columns.items()
-        for number in rows.values()
+        (label, heading): pixels(one.videos[number])
+        for label, one in sets.items()
+        for heading, number in rows.items()
     }
     frames = []
-    for frame in range(len(next(iter(clips.values())))):
+    for number in range(len(next(iter(clips.values())))):
         image = Image.new("RGB", (width, height), GROUND)
         draw = ImageDraw.Draw(image)
-        for k, label in enumerate(columns):
-            draw.text((GAP + k * (CLIP + GAP), GAP), label, fill=INK, font=font)
-        for i, (heading, number) in enumerate(rows.items()):
-            top = LINE + GAP + i * (LINE + CLIP + GAP)
+        for label, left in lefts.items():
+            draw.text((left, GAP), label, fill=INK, font=font)
+        for heading, top in tops.items():
             draw.text((GAP, top + 4), heading, fill=INK, font=font)
-            for k, label in enumerate(columns):
-                picture_of_clip = Image.fromarray(clips[label, number][frame])
-                enlarged = picture_of_clip.resize((CLIP, CLIP), Image.Resampling.NEAREST)
-                image.paste(enlarged, (GAP + k * (CLIP + GAP), top + LINE))
+            for label, left in lefts.items():
+                frame = Image.fromarray(clips[label, heading][number])
+                enlarged = frame.resize((CLIP, CLIP), Image.Resampling.NEAREST)
+                image.paste(enlarged, (left, top + LINE))
         frames.append(image)
     return frames
 
 
-def draw_parts(axes: Any, rows: dict[str, Clips]) -> None:
+def draw_parts(axes: Any, sets: dict[str, Clips]) -> None:
     """Draw a group of bars for each part of the reward."""
-    for i, (label, clips) in enumerate(rows.items()):
+    for i, (label, clips) in enumerate(sets.items()):
         places = [part + 0.27 * (i - 1) for part in range(len(clips.parts))]
         axes.barh(places, [*clips.parts.values()], 0.25, color=COLORS[label], label=label)
     axes.set_yticks(range(len(clips.parts)), [*clips.parts])
@@ -130,14 +131,14 @@ def draw_parts(axes: Any, rows: dict[str, Clips]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def draw_course(axes: Any, trained: RunReport, rows: dict[str, Clips], most: float) -> None:
+def draw_course(axes: Any, trained: RunReport, sets: dict[str, Clips], most: float) -> None:
     """Draw the reward by iteration with its intervals, and that of the correct clips."""
     points = trained.points["reward"]
     x = sorted(points)
     means, margins = (torch.tensor([points[i][k] for i in x]) for k in (0, 1))
     axes.fill_between(x, means - margins, means + margins, color=BLUE, alpha=0.18, linewidth=0)
     axes.plot(x, means, color=BLUE, marker="o", markersize=3)
-    axes.axhline(float(rows["correct clip"].rewards.mean()), color=GREEN)
+    axes.axhline(float(sets["correct clip"].rewards.mean()), color=GREEN)
     axes.set(title=f"Reward (at most {most:g})", xlabel="iteration", ylim=(None, most))
 
 
@@ -171,24 +172,24 @@ def main(run: Path, folder: Path = FOLDER) -> None:
         load_setup(resolve(config)) for config in (files.settings(), load_run(str(run), {})[0])
     )
     prompts = logged["after"]["prompts"]
-    rows = {"before": sampled(begun, logged["before"]), "after": sampled(ended, logged["after"])}
+    sets = {"before": sampled(begun, logged["before"]), "after": sampled(ended, logged["after"])}
     _, decoded = correct_clips(LESSONS["testbed"], ended.model.decoder, prompts)
     decoded = decoded[:, : ended.config.sampling.num_frames]
-    rows["correct clip"] = scored(ended, decoded, prompts)
-    shown = chosen(prompts, rows["after"].rewards - rows["before"].rewards)
+    sets["correct clip"] = scored(ended, decoded, prompts)
+    shown = chosen(prompts, sets["after"].rewards - sets["before"].rewards)
     most = sum(ended.reward.weights.values())
 
     def charts(figure: Any) -> None:
         bars, course = figure.subplots(1, 2, width_ratios=[1.25, 1])
-        draw_parts(bars, rows)
-        draw_course(course, trained, rows, most)
+        draw_parts(bars, sets)
+        draw_course(course, trained, sets, most)
         figure.legend(
-            *bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(rows)
+            *bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(sets)
         )
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "demo.png").write_bytes(picture(charts, (6.2, 2.8), "png", "demo"))
-    moving = moving_frames(rows, shown)
+    moving = moving_frames(sets, shown)
     times = [*[FRAME_MS] * (len(moving) - 1), LAST_FRAME_MS]
     moving[0].save(
         folder / "demo.webp",
@@ -202,12 +203,12 @@ def main(run: Path, folder: Path = FOLDER) -> None:
         print("no Chromium: report.png is not drawn")
     else:
         report.save(folder / "report.png", optimize=True)
-    before, after, truth = (float(clips.rewards.mean()) for clips in rows.values())
+    before, after, truth = (float(clips.rewards.mean()) for clips in sets.values())
     print(
         f"*The reward, at most {most:g}, rises from {before:.3f} to {after:.3f}; correct clips get "
         f"{truth:.2f}.*"
     )
-    for label, clips in rows.items():
+    for label, clips in sets.items():
         print(
             f"{label}: reward {float(clips.rewards.mean()):.3f} of {most:g}, "
             + ", ".join(f"{part} {mean:.2f}" for part, mean in clips.parts.items())

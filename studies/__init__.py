@@ -1,2 +1,5 @@
-"""Studies on the testbed: claims of the SAGE-GRPO paper (`paper`), and recipes at equal compute
-(`race`)."""
+"""Studies on tiny models: the paper's claims (`paper`), recipes at equal compute (`race`), the
+demo's settings (`search`) and its gain (`demo`).
+
+`shapes` and `pairs` are the worlds of the first three, `testbed` makes and looks at base models.
+"""

@@ -456,7 +456,7 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         ("sampling: 3\n", r"c.yaml: 'sampling' is a section of settings: sampling.sampler"),
         (
             "a small red ball moves left " * 20 + ": 1",
-            "unknown setting 'a red .* \\[...\\]'; --help lists them",
+            "unknown setting 'a small red .* \\[...\\]'; --help lists them",
         ),
     ],
 )

@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full bfloat16": {"model__tuning": "full", "model__dtype": "bfloat16"},
     "lora adamw": {"model__gradient_checkpointing": "full"},
 }
-TOLERANCES = {"full muon": 2**-8, "full bfloat16": 2**-5, "lora adamw": 1e-5}
+TOLERANCES = {"full muon": 2**-8, "full bfloat16": 2**-5, "lora adamw": 2e-5}
 """Of an update, relative to its size: Muon orthogonalises in bfloat16."""
 WORDS = "a small red ball moves left quickly"
 

@@ -250,7 +250,7 @@ def test_further_keys_are_metadata(tmp_path: Path) -> None:
 # -- negative prompts and seeds --------------------------------------------------------------------
 
 RED, BLUE, GREEN = keys_of(
-    f"a {color} circle moves left quickly" for color in ("red", "blue", "green")
+    f"a small {color} ball moves left quickly" for color in ("red", "blue", "green")
 )
 LONG, OTHER = keys_of(["a small red ball", "a small blue ball"])
 

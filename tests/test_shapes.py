@@ -10,6 +10,10 @@ from torch import Tensor
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.models.find import find_spec
+from sage_fast.testbed.tiny_model import Testbed
+from sage_fast.testbed.world import BALLS
+from studies.pairs import world as pairs
+from studies.pairs.model import Pairs
 from studies.runs import shipped
 from studies.shapes.judge import ShapesJudge
 from studies.shapes.model import Shapes
@@ -52,6 +56,19 @@ def test_another_shape_scores_less_where_the_prompt_counts(form: str) -> None:
         JUDGE(videos, [other])["alignment"] - JUDGE(videos, [SHAPES.caption(SCENE)])["alignment"]
     )
     assert float(judged) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt"),
+    [
+        (Testbed, BALLS.train_prompts()[0]),
+        (Shapes, train_prompts()[0]),
+        (Pairs, pairs.train_prompts()[0]),
+    ],
+)
+def test_a_prompt_has_as_many_tokens_as_the_model_says(model: type[Testbed], prompt: str) -> None:
+    """Plans and benchmarks take that number."""
+    assert len(model.embed(prompt)) == model.text_tokens
 
 
 def test_a_study_begins_from_its_base() -> None:

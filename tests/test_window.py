@@ -1,10 +1,12 @@
 """Windows of SDE steps: their draws, the rollouts by them, and what is trained."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import IterationPlan
 from sage_fast.algorithm.resolved import ResolvedConfig
@@ -129,7 +131,13 @@ def test_the_gate_on_rounding_sees_the_steps_of_all_windows(
 
 
 def test_the_anchor_runs_in_the_windows_alone() -> None:
-    trainer = tiny_trainer(settings(**ALONE, train__parity_gate=False))
+    values = itertools.cycle([0.0, 1.0])
+
+    def in_turn(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return dict.fromkeys(("vq", "mq", "ta"), torch.tensor([next(values) for _ in prompts]))
+
+    # of a group with equal rewards nothing is trained, so the anchor does not run for it either
+    trainer = tiny_trainer(settings(**ALONE, train__parity_gate=False), in_turn)
     trainer.anchor_is_current = False
     seen: list[Batch] = []
     update = trainer.update

@@ -4,12 +4,12 @@ moves as prompted.
 Four scores, each about 0 (noise, an empty frame) to 1 (a rendered video):
 
     color   in each frame, how well the lit pixels match the colour of the image's object
-    shape   in each frame, their overlap with the image's object, moved to where they are
+    outline in each frame, their overlap with the image's object, moved to where they are
     place   how close the object is to its place in the image in the first frame
     motion  how close it is, in the later frames, to that place moved at the velocity that the
     prompt names
 
-The image is the only source of colour, shape and place. All scores are continuous, without flat
+The image is the only source of colour, outline and place. All scores are continuous, without flat
 regions.
 """
 
@@ -42,7 +42,7 @@ class TestbedImageReward:
     def __call__(
         self, videos: Tensor, prompts: list[str], metadata: list[Mapping[str, Any]]
     ) -> dict[str, Tensor]:
-        """Return the four scores, float32 [B]; colour and shape are NaN for a video with a NaN
+        """Return the four scores, float32 [B]; colour and outline are NaN for a video with a NaN
         pixel.
 
         Args:
@@ -68,7 +68,7 @@ class TestbedImageReward:
         near = present / (1.0 + ((center - path) / DISTANCE).square().sum(dim=-1))
         return {
             "color": (present * purity(pixels, lit, tint(given_pixels, given))).mean(dim=1),
-            "shape": soft_iou(lit, _moved(given, center - start)).mean(dim=1),
+            "outline": soft_iou(lit, _moved(given, center - start)).mean(dim=1),
             "place": near[:, 0],
             "motion": near[:, 1:].mean(dim=1),
         }

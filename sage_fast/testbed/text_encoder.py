@@ -38,7 +38,7 @@ def embedder(world: World) -> Callable[[str], Tensor]:
         for word in prompt.split():
             if word not in words:
                 raise UserError(
-                    f'the testbed does not know "{word}" in prompt "{prompt}": '
+                    f'the tiny model does not know "{word}" in prompt "{prompt}": '
                     f"{nearest(word, words[1:])}"
                 )
             rows.append(words.index(word))

@@ -39,6 +39,8 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "yellow": (PEAK, PEAK, 0.12),
 }
 BACKGROUND = 0.06
+HELDOUT = 0
+"""Column of the scenes whose captions are held out."""
 
 
 @dataclass(frozen=True)
@@ -172,22 +174,27 @@ class World:
 
     def train_prompts(self) -> list[str]:
         """Return the captions that the base model and the policy are trained on."""
-        return [self.caption(scene) for scene in self.scenes if not self._is_heldout(scene)]
+        return [self.caption(scene) for scene in self.scenes if self.column(scene) != HELDOUT]
 
     def heldout_prompts(self) -> list[str]:
         """Return the captions held out for evaluation, in a mixed order: an evaluation of the first
         few has several words of every kind."""
-        captions = [self.caption(scene) for scene in self.scenes if self._is_heldout(scene)]
+        captions = [self.caption(scene) for scene in self.scenes if self.column(scene) == HELDOUT]
         # 7 divides the number of captions of no world here, so that each comes once
         return [captions[7 * i % len(captions)] for i in range(len(captions))]
 
-    def _is_heldout(self, scene: Scene) -> bool:
-        # A Latin design: for each form, direction and speed exactly one colour is held out, each
-        # colour equally often. Training sees every word and most pairs of words, but not these
-        # combinations.
-        position = list(self.forms).index(scene.form) + list(COLORS).index(scene.color)
-        position += list(DIRECTIONS).index(scene.direction) + 2 * list(SPEEDS).index(scene.speed)
-        return position % 4 == 0
+    def column(self, scene: Scene) -> int:
+        """Return the column of a Latin design that a scene is in, 0 to 3.
+
+        For each form, direction and speed exactly one colour is in a column, each colour equally
+        often. Training without a column sees every word and every pair of words, but not these
+        combinations.
+        """
+        form = list(self.forms).index(scene.form)
+        color = list(COLORS).index(scene.color)
+        direction = list(DIRECTIONS).index(scene.direction)
+        speed = list(SPEEDS).index(scene.speed)
+        return (form + color + direction + 2 * speed) % 4
 
 
 BALLS = World(

@@ -1,4 +1,4 @@
 """The first world of the race and of the paper's study: circles, squares and triangles.
 
-It was the testbed's before its balls. Its model, its rewards and its weights are all here.
+The testbed was this world before it had balls. Its model, its rewards and its weights are all here.
 """

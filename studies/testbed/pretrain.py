@@ -12,7 +12,7 @@ A base is under-trained on purpose. Its balls are recognisable, but often of the
 blurred, or moving the wrong way, which leaves reinforcement learning something to improve.
 
 The image-to-video world has the testbed's autoencoder and judge; its transformer is given the first
-frame of a clip. Its base copies that frame, then often loses the object's colour, its shape or its
+frame of a clip. Its base copies that frame, then often loses the ball's colour, its outline or its
 way.
 """
 
@@ -35,6 +35,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
+from sage_fast.models.decoder import Decoder
 from sage_fast.parallel.muon import Muon
 from sage_fast.testbed import BASE
 from sage_fast.testbed.judge import JudgeNetwork, class_counts_of, load_judge
@@ -65,7 +66,7 @@ PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifie
 EMA_DECAY = 0.998
 KL_WEIGHT = 5e-4
 IMAGE_SIZE = 32  # pixels that the image encoder reads: four patches of half this size
-SCALED = 72  # videos that the scale of the latents is measured on, at most: one of a caption
+SCALED = 72  # videos that the scale of the latents is measured on, at most; one of each caption
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,7 +261,7 @@ def train_vae(
     Decoder steps are cheaper, and only the decoder's output is seen.
     """
     vae.train()
-    # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it
+    # A ball covers 4 or 13 % of the frame; without a larger weight the autoencoder would blur it
     # first.
     _reconstruct(lesson, vae, seed, steps=lesson.steps.vae_steps, foreground=8.0)
     vae.half().float()  # train the decoder on the encoder as stored, in half precision
@@ -284,7 +285,7 @@ def _reconstruct(
 ) -> None:
     """Train what requires gradients on freshly rendered videos.
 
-    A pixel of a shape weighs 1 + `foreground`.
+    A pixel of the thing weighs 1 + `foreground`.
     """
     for weight in vae.parameters():
         if weight.ndim == 5:  # channels innermost, in weights and input
@@ -351,7 +352,7 @@ def encode(vae: AutoencoderKLHunyuanVideo15, videos: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def correct_clips(lesson: Lesson, decoder: Any, prompts: list[str]) -> tuple[Tensor, Tensor]:
+def correct_clips(lesson: Lesson, decoder: Decoder, prompts: list[str]) -> tuple[Tensor, Tensor]:
     """Draw a correct clip of each prompt of a lesson, as drawn and through the autoencoder.
 
     Args:
@@ -362,7 +363,8 @@ def correct_clips(lesson: Lesson, decoder: Any, prompts: list[str]) -> tuple[Ten
     Returns:
         Both [N, F, 3, H, W] in [0, 1].
     """
-    generator, vae = torch.Generator().manual_seed(0), allow_batches(decoder.vae)
+    generator = torch.Generator().manual_seed(0)
+    vae = allow_batches(decoder.vae)
     drawn = torch.cat([draw(lesson, prompt, 1, generator) for prompt in prompts])
     latents = vae.config.scaling_factor * torch.cat([encode(vae, part) for part in drawn.split(32)])
     return drawn, decoder(latents)

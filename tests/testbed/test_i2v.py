@@ -75,17 +75,17 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, float]]] = {
         lambda videos: torch.cat([videos[:, :9], videos[:, 9:, [1, 2, 0]]], dim=1),
         {"color": 0.6},
     ),
-    "another size": (other_size, {"shape": 0.85}),
+    "another size": (other_size, {"outline": 0.85}),
     "another place": (lambda videos: videos.roll(3, dims=-1), {"place": 0.45, "motion": 0.45}),
     "a pixel off": (lambda videos: videos.roll(1, dims=-1), {"place": 0.85, "motion": 0.85}),
     "faded": (
         lambda videos: videos * torch.linspace(1, 0.2, FRAMES)[:, None, None, None],
-        {"color": 0.7, "shape": 0.7, "motion": 0.7},
+        {"color": 0.8, "outline": 0.7, "motion": 0.8},
     ),
     "still": (lambda videos: videos[:, :1].expand(-1, FRAMES, -1, -1, -1), {"motion": 0.4}),
     "backwards": (lambda videos: videos.flip(1), {"place": 0.1, "motion": 0.4}),
-    "noise": (torch.rand_like, {"color": 0.2, "shape": 0.2, "place": 0.2, "motion": 0.2}),
-    "nothing": (torch.zeros_like, {"color": 0.2, "shape": 0.2, "place": 0.2, "motion": 0.2}),
+    "noise": (torch.rand_like, {"color": 0.2, "outline": 0.2, "place": 0.2, "motion": 0.2}),
+    "nothing": (torch.zeros_like, {"color": 0.2, "outline": 0.2, "place": 0.2, "motion": 0.2}),
 }
 """What is wrong with a video -> the function that makes it of the truth, and the most that each
 part then scores."""
@@ -106,10 +106,10 @@ def test_it_looks_at_the_image_for_the_object_and_at_the_prompt_for_the_motion(
     # each in another place, most of another look
     others = REWARD(videos, PROMPTS, metadata[1:] + metadata[:1])
     assert float(others["place"].max()) < 0.5
-    assert max(float(others[part].mean()) for part in ("color", "shape")) < 0.85
+    assert max(float(others[part].mean()) for part in ("color", "outline")) < 0.85
     prompts = REWARD(videos, PROMPTS[1:] + PROMPTS[:1], metadata)
     assert float(prompts["motion"].max()) < 0.5
-    assert min(float(prompts[part].min()) for part in ("color", "shape", "place")) > 0.9
+    assert min(float(prompts[part].min()) for part in ("color", "outline", "place")) > 0.9
 
 
 def test_a_video_that_is_not_a_number_has_no_score(metadata: list[dict[str, str]]) -> None:
@@ -146,7 +146,7 @@ def test_an_image_of_another_size_is_seen_as_by_the_model(
     wide.save(tmp_path / "wide.png")
     found = REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
     for part, values in expected.items():
-        torch.testing.assert_close(found[part], values, rtol=0, atol=0.05)
+        torch.testing.assert_close(found[part], values, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -247,8 +247,8 @@ def test_the_base_often_loses_what_the_image_shows() -> None:
     found, _ = evaluate(setup, iteration=0)
     means = {part: sum(values) / len(values) for part, values in found["parts"].items()}
     assert means["place"] > 0.85  # the first frame is copied
-    assert 0.4 < means["color"] < 0.75
-    assert 0.2 < means["motion"] < 0.5
+    assert 0.3 < means["color"] < 0.75
+    assert 0.1 < means["motion"] < 0.5
 
 
 @pytest.mark.soak
@@ -270,5 +270,5 @@ def test_the_demo_raises_its_held_out_reward(tmp_path: Path) -> None:
         read_scores(tmp_path / "eval" / f"{name}.json") for name in ("before", "after")
     )
     rows = {row.score: row for row in gains(before, after)}
-    for part in ("reward", "color", "shape"):
+    for part in ("reward", "color", "outline"):
         assert (rows[part].gain or 0) > (rows[part].gain_margin or 1), part
