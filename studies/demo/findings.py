@@ -25,6 +25,8 @@ SCORES = {word: f"judge/{word}" for word in WORDS}
 JUDGE = {**SCORES, "naturalness": "judge/naturalness"}
 PARTS = {"reward": "reward", **JUDGE}
 """Column of a table -> the score that it holds."""
+SPREADS = ("over prompts", "over seeds")
+"""Columns with the standard deviations of a gain."""
 
 
 def gain_of(runs: Sequence[TrainedRun], score: str) -> Difference:
@@ -50,6 +52,15 @@ def _rows(found: Runs, parts: Mapping[str, str]) -> list[dict[str, object]]:
     ]
 
 
+def _spreads(runs: Sequence[TrainedRun], score: str) -> tuple[float, float]:
+    """Return the standard deviation of a score's gain over the prompts, and over the seeds."""
+    by_seed = gains(runs, score)
+    by_prompt = [[one[prompt] for one in by_seed] for prompt in by_seed[0]]
+    over_prompts = statistics.stdev(statistics.fmean(values) for values in by_prompt)
+    over_seeds = statistics.stdev(statistics.fmean(one.values()) for one in by_seed)
+    return over_prompts, over_seeds
+
+
 def _find_words(found: Runs, correct: tuple[float, float], material: Material) -> Finding:
     """Decide whether each word of a caption gains."""
     runs = found[SAGE]
@@ -57,18 +68,27 @@ def _find_words(found: Runs, correct: tuple[float, float], material: Material) -
     shown = gained | {"naturalness": gain_of(runs, JUDGE["naturalness"])}
     in_table = shown | {"reward": gain_of(runs, "reward")}
     most = f"{len(shipped(SAGE).reward.weights)}"
-    table: list[Sequence[str]] = [("score", "of at most", "before", "after", "gain")]
+    table: list[Sequence[str]] = [
+        ("score", "of at most", "before", "after", "gain", "seeds that gain", *SPREADS)
+    ]
     for part, score in PARTS.items():
-        before = statistics.fmean(run.course(score)[0] for run in runs)
-        after = statistics.fmean(run.mean(score) for run in runs)
+        before = [run.course(score)[0] for run in runs]
+        after = [run.mean(score) for run in runs]
+        rising = sum(low < high for low, high in zip(before, after, strict=True))
         limit = most if part == "reward" else "1"
-        table.append((part, limit, f"{before:.3f}", f"{after:.3f}", str(in_table[part])))
+        ends = f"{statistics.fmean(before):.3f}", f"{statistics.fmean(after):.3f}"
+        spreads = (f"{spread:.3f}" for spread in _spreads(runs, score))
+        table.append((part, limit, *ends, str(in_table[part]), f"{rising}", *spreads))
+    plain = ", ".join(f"{word} {gain_of(runs, SCORES[word])}" for word in WORDS)
     text = (
         f"Scores are means over {len(runs)} seeds, {len(runs[0].score())} held-out prompts and "
         "their videos. The words and the naturalness are scores of the judge, a network that no "
-        "run is trained on. Intervals of the words are corrected for their number. A correct clip "
-        f"has a reward of {correct[0]:.2f} as drawn, and of {correct[1]:.2f} through the "
-        "autoencoder, which every sample passes."
+        "run is trained on. The table's intervals of the words are corrected for their number; "
+        f"uncorrected the gains are {plain}. The last two columns are standard deviations of the "
+        "gain: what a word gains differs more from prompt to prompt than from seed to seed, so "
+        "more prompts would narrow the intervals and more seeds would not. A correct clip has a "
+        f"reward of {correct[0]:.2f} as drawn, and of {correct[1]:.2f} through the autoencoder, "
+        "which every sample passes."
     )
 
     def draw(figure: Figure) -> None:
