@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.util.errors import RunError
 from studies import page, runs
+from studies.demo import runs as demo
 from studies.differences import Difference, holm
 from studies.finding import KINDS, Claim, Finding, Material, corrected
 from studies.paper import comparisons, training
@@ -431,7 +432,7 @@ def _alive(group: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("study", ["reproduce", "race", "search"])
+@pytest.mark.parametrize("study", ["reproduce", "race", "search", "demo"])
 def test_the_archived_runs_are_those_of_the_settings_as_they_are(
     study: str, tmp_path: Path
 ) -> None:
@@ -440,6 +441,7 @@ def test_the_archived_runs_are_those_of_the_settings_as_they_are(
         "reproduce": training.settings_of,
         "race": race.settings_of,
         "search": search.settings_of,
+        "demo": demo.settings_of,
     }[study]
     left = [*training._protocol()["archived"], *search._protocol()["archived"]]
     (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(
