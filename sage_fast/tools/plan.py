@@ -65,10 +65,10 @@ MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "traini
 
 
 MEASURED_CPU_FLOPS = {
-    "rollout": 4.644e10,
-    "decode": 1.821e11,
-    "anchor": 4.936e10,
-    "training": 6.852e10,
+    "rollout": 5.105e10,
+    "decode": 1.897e11,
+    "anchor": 5.336e10,
+    "training": 7.304e10,
 }
 """Part -> FLOP/s of two CPU cores (AMD EPYC) with the testbed:
 `2026-11-29-cpu-2-cores-iteration.json` in benchmarks/results."""
