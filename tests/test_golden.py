@@ -52,11 +52,11 @@ def rows() -> list[dict[str, float]]:
 
 
 def test_golden_metrics() -> None:
-    """Instruction sets of a CPU differ by up to 4e-9, in the loss, of which the smallest is
-    7e-6."""
+    """Numbers of threads and instruction sets differ by up to 3.2e-8, in the loss, of which the
+    smallest is 6e-6."""
     for actual, expected in zip(rows(), json.loads(FILE.read_text()), strict=True):
         for key in KEYS:
-            assert actual[key] == pytest.approx(expected[key], rel=1e-3, abs=2e-8), key
+            assert actual[key] == pytest.approx(expected[key], rel=1e-3, abs=5e-8), key
 
 
 def test_the_matrix_sees_what_changes_and_nothing_else() -> None:
