@@ -126,7 +126,9 @@ def draw_parts(axes: Any, sets: dict[str, Clips]) -> None:
         axes.barh(places, [*clips.parts.values()], 0.25, color=COLORS[label], label=label)
     axes.set_yticks(range(len(clips.parts)), [*clips.parts])
     axes.set(
-        xlim=(0, 1), ylim=(len(clips.parts) - 0.5, -0.5), title="Parts of the reward (at most 1)"
+        xlim=(0, 1),
+        ylim=(len(clips.parts) - 0.5, -0.5),
+        title="What the reward measures (at most 1)",
     )
     axes.grid(axis="y", visible=False)
 

@@ -100,7 +100,7 @@ def test_a_plan_and_a_run_begin_with_it(tmp_path: Path, capsys: pytest.CaptureFi
     facts = read_json(tmp_path / "run" / "run.json")
     for title, name in (
         ("noise that the SDE adds", "transition_std"),
-        ("equalizer's weight", "equalizer"),
+        ("multiplies the step's gradient", "equalizer"),
     ):
         cells = re.search(rf"{title}</td>((?:<td>[^<]+</td>)+)</tr>", report)
         assert cells is not None
@@ -190,7 +190,7 @@ def test_a_setting_that_cannot_act_within_the_run_is_named(name: str, slow: str,
     assert paced({}) is None
     warning = paced({name: slow})
     assert warning is not None
-    assert warning.startswith("too slow to act within 40 updates, in 20 iterations: ")
+    assert warning.startswith("too few updates (40 updates in 20 iterations) for ")
     assert f"{name} = {slow} ({says}" in warning
     assert "; " not in warning
     assert warning in config_warnings(ResolvedConfig(load(None, ACTING | {name: slow})))

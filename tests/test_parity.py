@@ -58,7 +58,9 @@ def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
     shown = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert len(shown) == 1  # in one line if it is fine; the log file has the rest
     if ratio != "plain":
-        assert shown == [f"rounding: {100 * share:.1g} % of the clip range (fine)"]
+        assert shown == [
+            f"rounding moves the ratio by {100 * share:.1g} % of the clip range (fine)"
+        ]
     line = " ".join(caplog.messages[-1].split())
     assert (
         f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)"

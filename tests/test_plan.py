@@ -325,6 +325,19 @@ def test_a_card_that_is_too_small_is_told_first() -> None:
     assert format_plan(plan(build(SIZE))).startswith("model\n")
 
 
+def test_what_is_already_set_is_no_remedy() -> None:
+    everything = {"model.gradient_checkpointing": "full", "train.batch_size": 1}
+    everything |= {"model.tuning": "lora", "train.engine": "zero3", "train.offload_shards": True}
+    none = plan(build(SIZE | everything), ranks=2)
+    assert none.remedies == ["fewer frames or a smaller size"]
+    plain = plan(
+        build(SIZE | everything | {"train.engine": "plain", "train.offload_shards": False})
+    )
+    named = " ".join(plain.remedies)
+    assert "--train.offload_shards true" in named
+    assert "gradient_checkpointing" not in named
+
+
 def test_a_sample_shared_by_two_gpus_takes_half_the_time_of_each() -> None:
     """4 samples on 8 GPUs, two for each sample."""
     shared = {"train.prompts_per_iteration": 1, "train.group_size": 4, "model.sequence_parallel": 2}

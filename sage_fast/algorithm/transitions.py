@@ -129,8 +129,8 @@ def _sage_notes(c: Tensor) -> tuple[str, ...]:
     if c[-1] == 0:
         return ()
     return (
-        f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `precise` "
-        "leaves none",
+        f"sage: as in the paper, the last step leaves noise of std {c[-1]:.3g} on the latent that "
+        "is scored; sampling.sampler = precise leaves none",
     )
 
 

@@ -306,6 +306,6 @@ def check_rounding(
         log.info(wrapped(f"{found}, more than a tenth: {advice}"))
     else:
         name = setting.replace("_", " ")
-        log.info(f"rounding: {100 * share:.1g} % of the {name} (fine)")
+        log.info(f"rounding moves the ratio by {100 * share:.1g} % of the {name} (fine)")
         log.debug(found)  # only into the log file
     return value

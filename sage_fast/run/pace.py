@@ -115,7 +115,7 @@ def pace_warning(resolved: ResolvedConfig) -> str | None:
         return None
     updates = _counted(_updates(resolved), "update")
     iterations = _counted(train.iterations, "iteration")
-    return f"too slow to act within {updates}, in {iterations}: {'; '.join(found)}"
+    return f"too few updates ({updates} in {iterations}) for {'; '.join(found)}"
 
 
 def _counted(number: int, noun: str) -> str:

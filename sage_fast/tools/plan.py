@@ -53,10 +53,6 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.text import counted
 from sage_fast.util.videos import check_encoder
 
-REMEDIES = (
-    "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, "
-    "a LoRA"
-)
 PLANNED_ITERATIONS = 200
 """Iterations over which the plan averages the work of windows."""
 MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
@@ -140,6 +136,7 @@ class Plan:
         checkpoint: bytes of a checkpoint's files.
         disk: part -> bytes of the run folder, at most.
         gpu_memory: bytes of a GPU.
+        remedies: what takes less memory and is not set yet, as options of the command line.
     """
 
     parameters: int
@@ -163,6 +160,7 @@ class Plan:
     checkpoint: float
     disk: dict[str, float]
     gpu_memory: float
+    remedies: list[str]
 
 
 def plan(
@@ -241,7 +239,25 @@ def plan(
         checkpoint=checkpoint_bytes(model, train, resolved.objective.strategy, policy),
         disk=_disk(config, resolved.objective.strategy, policy),
         gpu_memory=gpu_memory,
+        remedies=_remedies(config, checkpointing),
     )
+
+
+def _remedies(config: Config, checkpointing: CheckpointPlan) -> list[str]:
+    """Return what takes less memory than these settings, the least costly first."""
+    model, train = config.model, config.train
+    found = []
+    if checkpointing.mode != "full" or checkpointing.count < checkpointing.blocks:
+        found.append("--model.gradient_checkpointing full")
+    if train.batch_size > 1:
+        found.append("--train.batch_size 1")
+    if model.tuning == "full":
+        found.append("--model.tuning lora")
+    if train.engine != "zero3":
+        found.append("--train.engine zero3 on more GPUs")
+    if not train.offload_shards:
+        found.append("--train.engine zero3 --train.offload_shards true (weights in host memory)")
+    return [*found, "fewer frames or a smaller size"]
 
 
 def _memory(
@@ -452,7 +468,8 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
     lines = []
     if not fits:
         sizes = f"{format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}"
-        lines.append(wrapped(f"This does not fit: {sizes}. Try {REMEDIES}.", rest=""))
+        remedies = ", or ".join(plan.remedies)
+        lines.append(wrapped(f"This does not fit: {sizes}. Try {remedies}.", rest=""))
         lines.append("")
     lines += [
         *_format_model(plan),
@@ -549,7 +566,7 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
         wrapped(
             f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a "
             f"matrix product in bf16, a burst on one H200), with {plan.prompt_tokens} tokens a "
-            "prompt. 'on H200s' is at the TFLOP/s that this H200 reached by FlashAttention 4 "
+            "prompt. 'on H200s' is at the TFLOP/s that one H200 reached by FlashAttention 4 "
             f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. "
             "Training holds the backward and the recomputation with checkpointing. The anchor is "
             "free in the iteration after its refresh. Times are those of the GPU with the most "
