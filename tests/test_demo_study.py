@@ -16,6 +16,15 @@ from tests.test_race import made
 
 pytestmark = pytest.mark.soak
 
+CAPTIONS = [
+    "a small red ball moves left slowly",
+    "a small yellow ball moves down quickly",
+    "a big yellow ball moves left slowly",
+    "a small blue ball moves up slowly",
+    "a big blue ball moves right slowly",
+    "a big green ball moves left quickly",
+]
+"""Every word is in one of them."""
 PARTS = ("vq", "mq", "ta", *findings.SCORES.values(), "judge/naturalness")
 
 
@@ -28,7 +37,7 @@ def run_of(score: float, seed: int, lost: str | None = None) -> TrainedRun:
         column = evaluation["parts"]["vq"]
         fallen = [2 / 3 - value for value in column]
         parts = {name: fallen if name == lost else column for name in PARTS}
-        evaluations.append({**evaluation, "parts": parts})
+        evaluations.append({**evaluation, "prompts": CAPTIONS, "parts": parts})
     return dataclasses.replace(plain, evaluations=evaluations)
 
 

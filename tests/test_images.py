@@ -608,9 +608,7 @@ def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None
 
 def test_init_copies_images(there: Path) -> None:
     printed = init(there / "mine", "demo-i2v")
-    assert (
-        "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 120 images" in printed
-    )
+    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 96 images" in printed
     assert "sage-fast sample runs/first --prompts heldout.jsonl" in printed
     config, shipped = (
         load(there / "mine" / "config.yaml"),

@@ -406,12 +406,29 @@ def test_the_line_of_a_run_says_whether_the_reward_changed(after: list[float], l
     assert found == f"the reward of held-out prompts {line}"
 
 
+def test_the_line_has_no_ends_that_are_not_those_of_the_gain() -> None:
+    before = video_set("before", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    after = video_set("after", [2.0, 3.1, 4.0, 5.1, 6.0, math.nan])
+    line = gain_line(compare([before, after]))
+    assert line == "the reward of held-out prompts rose: +1.0400 ± 0.0680"
+
+
+def test_the_line_says_that_there_is_no_interval() -> None:
+    line = gain_line(compare([video_set("before", [1.0]), video_set("after", [2.0])]))
+    assert line == (
+        "the reward of held-out prompts has no interval from fewer than 5 prompts: 1.000 to "
+        "2.000, +1.0000"
+    )
+
+
 def test_there_is_no_line_without_a_reward_at_both_ends() -> None:
     before = video_set("before", [1.0, 2.0])
     unscored = VideoSet(
         label="after", prompts=before.prompts, files=before.files, scores={"vq": [1.0, 2.0]}
     )
     assert gain_line(compare([before, unscored])) is None
+    lost = video_set("after", [math.nan, math.nan])
+    assert gain_line(compare([before, lost])) is None
     assert gain_line(compare([before])) is None
 
 

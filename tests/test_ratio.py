@@ -345,7 +345,7 @@ def test_the_share_does_not_follow_rounding(guidance: float, updates: int) -> No
 
     The rollout's batches differ from those of training, so that even equal weights have a KL. A
     tenth of the KL that the measurement misses, on samples of 1,280 elements, would be a third of
-    the share.
+    the share; with guidance it is up to two fifths.
     """
     acts = {
         "kl__lambda_min": 0.05,
@@ -366,7 +366,7 @@ def test_the_share_does_not_follow_rounding(guidance: float, updates: int) -> No
     followed = trainer.iteration(3)["kl/gradient_share"]
     assert followed > 1e-4
     assert shares[0] == 0 or updates > 1
-    assert max(shares) < followed / 3
+    assert max(shares) < followed / 2
 
 
 def test_the_share_in_float32_is_that_of_float64() -> None:

@@ -353,7 +353,8 @@ def test_a_checkpoint_that_was_skipped_is_read_by_nothing(
     with (newest / "training" / "state.json").open("a") as damaged:
         damaged.write("\n")
     assert RunFolder(run).newest_weights()[1] == 2
-    assert main(["train", str(run), "--resume", "--train.iterations", "3"]) == 0
+    options = ["--train.iterations", "3", "--train.keep_best", "false"]
+    assert main(["train", str(run), "--resume", *options]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert (
         "iteration-000002, which is iteration-000002.skipped until the next checkpoint is written"
@@ -403,6 +404,7 @@ def test_settings_until_an_iteration_are_those_it_was_reached_with(run: Path) ->
     """The second resume, from an earlier iteration, undoes the settings of the first."""
     first = (run / "config.yaml").read_bytes()
     resume = ["train", str(run), "--resume", "--quiet"]
+    resume += ["--train.keep_best", "false"]
     assert main([*resume, "--train.iterations", "3", "--train.learning_rate", "2e-3"]) == 0
     assert RunFolder(run).settings_until(2).read_bytes() == first
     for iteration in (2, 3):

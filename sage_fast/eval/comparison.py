@@ -44,12 +44,16 @@ def gain_line(compared: Comparison) -> str | None:
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
-    if last.gain is None:
+    if last.gain is None or math.isnan(last.gain):
         return None
     change = {"up": "rose", "down": "fell", "": "did not clearly change"}[last.direction]
+    if last.gain_margin is None:
+        change = f"has {TOO_FEW}"
     gain = _with_margin(last.gain, last.gain_margin, sign=True)
-    ends = f"{format_number(first.mean, 3)} to {format_number(last.mean, 3)}"
-    return f"the reward of held-out prompts {change}: {ends}, {gain}"
+    # where a video has no score, the means are over other videos than the gain
+    paired = first.videos == last.videos == last.pairs
+    ends = f"{format_number(first.mean, 3)} to {format_number(last.mean, 3)}, " if paired else ""
+    return f"the reward of held-out prompts {change}: {ends}{gain}"
 
 
 def compare(sets: Sequence[VideoSet], watched: tuple[str, ...] = (JUDGE_PART,)) -> Comparison:

@@ -11,14 +11,16 @@ on the reward:
 Use it as `eval.judge` only: a policy trained on it would learn to fool it, like any reward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
+from sage_fast.testbed.rewards import as_sampled
 from sage_fast.testbed.world import BALLS, World
 
 JUDGE = Path(__file__).parent / "judge_weights"  # the trained weights that ship with the package
@@ -84,8 +86,8 @@ def load_judge(folder: Path = JUDGE) -> JudgeNetwork:
 
 
 class TestbedJudge:
-    """Scores videos float [B, F, 3, H, W] in [0, 1] (17 frames of 32 x 32) against one caption
-    each."""
+    """Scores videos float [B, F, 3, H, W] in [0, 1] against one caption each; it was trained on 17
+    frames of 32 x 32, and reads other numbers and sizes less well."""
 
     __test__ = False  # keep pytest from collecting it as a test class
     gpu_bytes = 501_300.0
@@ -95,14 +97,24 @@ class TestbedJudge:
     def __init__(self) -> None:
         self.network = load_judge(self.weights)
 
+    @classmethod
+    def check_prompt(cls, text: str, metadata: Mapping[str, Any]) -> None:
+        """Check that a prompt is a caption of the world.
+
+        Raises:
+            UserError: it is not; names the word at fault.
+        """
+        cls.world.parse(text)
+
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """Return "size", "color", "direction", "speed" and "naturalness", float32 [B]; NaN for a
         video with a NaN pixel.
 
         Raises:
-            ValueError: a prompt is no caption of the world; names the word at fault.
+            UserError: a prompt is no caption of the world; names the word at fault.
         """
+        videos = as_sampled(videos)
         wanted = [self.world.words_of(self.world.parse(prompt)) for prompt in prompts]
         logits, clean = self.network.to(videos.device)(videos.float().clamp(0.0, 1.0))
         scores = {}

@@ -9,14 +9,19 @@ Three scores, each about 0 (noise, an empty frame) to 1 (a rendered video):
     ta  text alignment: the size, colour, direction and speed that the prompt names
 
 All are continuous, without flat regions where samplers go, so rollouts of one prompt get different
-scores. Only `ta` depends on the prompt. What is measured serves every `World`; "form" stands for
+scores. They are not without traps: a ball between the two sizes scores less than one of the wrong
+size, and a haze over the whole frame that nobody sees, of 0.01, costs all three scores much. Only
+`ta` depends on the prompt. What is measured serves every `World`; "form" stands for
 what the world's captions call size or shape.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from sage_fast.testbed.render import coverage
 from sage_fast.testbed.world import (
@@ -24,8 +29,10 @@ from sage_fast.testbed.world import (
     BALLS,
     COLORS,
     DIRECTIONS,
+    HEIGHT,
     PEAK,
     SPEEDS,
+    WIDTH,
     World,
 )
 
@@ -58,16 +65,37 @@ class TestbedReward:
     gpu_bytes = 0.0
     world = BALLS
 
+    @classmethod
+    def check_prompt(cls, text: str, metadata: Mapping[str, Any]) -> None:
+        """Check that a prompt is a caption of the world.
+
+        Raises:
+            UserError: it is not; names the word at fault.
+        """
+        cls.world.parse(text)
+
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """Return "vq", "mq" and "ta", float32 [B]; NaN for a video with a NaN pixel, which is no
         video."""
-        seen = measure(videos, self.world)
+        seen = measure(as_sampled(videos), self.world)
         return {
             "vq": visual_quality(seen),
             "mq": motion_quality(seen),
             "ta": text_alignment(seen, prompts, self.world),
         }
+
+
+def as_sampled(videos: Tensor) -> Tensor:
+    """Reduce videos [B, F, 3, H, W] whose sides are the same multiple of the world's to its size.
+
+    So are those of saved files, which are enlarged for players.
+    """
+    height, width = videos.shape[3:]
+    factor = height // HEIGHT
+    if factor < 2 or (height, width) != (factor * HEIGHT, factor * WIDTH):
+        return videos
+    return avg_pool2d(videos.flatten(0, 1), factor).unflatten(0, videos.shape[:2])
 
 
 def measure(videos: Tensor, world: World = BALLS) -> Measurement:
@@ -128,9 +156,13 @@ def matches(seen: Measurement, prompts: list[str], world: World = BALLS) -> dict
     scenes = [world.parse(prompt) for prompt in prompts]
     forms = list(world.forms)
     row = torch.arange(len(scenes), device=device)
-    color = torch.tensor([list(COLORS).index(scene.color) for scene in scenes], device=device)
-    form = torch.tensor([forms.index(scene.form) for scene in scenes], device=device)
-    heading = torch.tensor([DIRECTIONS[scene.direction] for scene in scenes], device=device)
+    colors = [list(COLORS).index(scene.color) for scene in scenes]
+    color = torch.tensor(colors, dtype=torch.long, device=device)
+    form = torch.tensor(
+        [forms.index(scene.form) for scene in scenes], dtype=torch.long, device=device
+    )
+    headings = [DIRECTIONS[scene.direction] for scene in scenes]
+    heading = torch.tensor(headings, device=device).view(-1, 2)
     wanted_speed = torch.tensor([SPEEDS[scene.speed] for scene in scenes], device=device)
 
     color_match = seen.purity[row, :, color].mean(dim=1)

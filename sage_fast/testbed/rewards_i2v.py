@@ -23,7 +23,15 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from sage_fast.testbed.rewards import centroid, lit_pixels, presence, purity, soft_iou, tint
+from sage_fast.testbed.rewards import (
+    as_sampled,
+    centroid,
+    lit_pixels,
+    presence,
+    purity,
+    soft_iou,
+    tint,
+)
 from sage_fast.testbed.world import BALLS
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
@@ -51,6 +59,7 @@ class TestbedImageReward:
         Raises:
             UserError: a prompt has no image.
         """
+        videos = as_sampled(videos)
         height, width = videos.shape[3:]
         images = torch.stack(
             [_read(record.get("image", ""), height, width) for record in metadata]

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sage_fast.util.errors import nearest
+from sage_fast.util.errors import UserError, nearest
 
 FRAMES = 17
 HEIGHT = 32
@@ -146,12 +146,12 @@ class World:
         """Parse a caption, the inverse of `caption`.
 
         Raises:
-            ValueError: names the word at fault.
+            UserError: names the word at fault.
         """
         words, expected = caption.split(), self.template.split()
         if len(words) != len(expected):
             example = self.caption(self.scenes[0])
-            raise ValueError(
+            raise UserError(
                 f'caption "{caption}": expected {len(expected)} words, such as "{example}"'
             )
         found = {}
@@ -159,7 +159,7 @@ class World:
             named = re.fullmatch(r"\{(\w+)\}", place)
             known = self.vocabulary[named[1]] if named else (place,)
             if word not in known:
-                raise ValueError(
+                raise UserError(
                     f'unknown word "{word}" in caption "{caption}": {nearest(word, known)}'
                 )
             if named:

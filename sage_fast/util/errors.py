@@ -114,7 +114,8 @@ def nearest(value: str, choices: Iterable[str], also: str = "") -> str:
     choices = list(choices)
     if not choices:
         return "there is nothing to choose from"
-    close = difflib.get_close_matches(str(value), choices, n=1)
+    alike = [choice for choice in choices if choice.casefold() == str(value).casefold()]
+    close = alike or difflib.get_close_matches(str(value), choices, n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
     return f"expected one of {', '.join(choices)}{also}{question}"
 

@@ -3,12 +3,14 @@ the reward is."""
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig
+from sage_fast.eval.playback import read_video
 from sage_fast.rewards import Judge, load_reward
 from sage_fast.testbed.judge import JUDGE as WEIGHTS
 from sage_fast.testbed.judge import TestbedJudge
@@ -21,6 +23,7 @@ from sage_fast.testbed.rewards import (
 )
 from sage_fast.testbed.world import BACKGROUND, BALLS, FRAMES, Scene, heldout_prompts
 from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.videos import save_mp4
 from studies.testbed.corruptions import (
     SCENE_CORRUPTIONS,
     draw,
@@ -165,6 +168,19 @@ def test_a_video_made_to_please_the_reward_does_not_please_the_judge() -> None:
     judge = JUDGE(hacked, prompts)
     assert float(judge["naturalness"].max()) < 0.5  # rendered clips: 0.8 to 1
     assert float(alignment(judge).max()) < 0.8  # 0.98 to 1
+
+
+def test_a_saved_clip_scores_about_as_it_does_in_memory(tmp_path: Path) -> None:
+    """Files are enlarged and compressed."""
+    videos, prompts = rendered(6)[::8], CAPTIONS[::8]
+    for i, video in enumerate(videos):
+        save_mp4(tmp_path / f"{i}.mp4", video, fps=8)
+    files = torch.stack([read_video(tmp_path / f"{i}.mp4") for i in range(len(videos))])
+    assert files.shape[3:] == (128, 128)
+    for scorer in (JUDGE, TestbedReward()):
+        saved = scorer(files, prompts)
+        for part, values in scorer(videos, prompts).items():
+            torch.testing.assert_close(saved[part], values, rtol=0, atol=0.2)
 
 
 def test_training_clips_are_graded() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.cli import main
 from sage_fast.commands.sample_videos import generate
 from sage_fast.config.loader import load
 from sage_fast.loading import load_setup, resolve
@@ -17,10 +18,13 @@ from sage_fast.testbed.rewards import TestbedReward, matches, measure
 from sage_fast.testbed.text_encoder import embed
 from sage_fast.testbed.tiny_model import TestbedTransformer, load_vae
 from sage_fast.testbed.world import BALLS, FRAMES, Scene, heldout_prompts, train_prompts
+from sage_fast.util.errors import UserError
 from sage_fast.util.seeding import sample_seeds
 from studies.testbed.pretrain import LESSONS, Steps, pretrain
 from studies.testbed.render import render
 from tests.tiny import embeddings, keys_of
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 REWARD = TestbedReward()
 CAPTION = "a big red ball moves left quickly"
@@ -207,3 +211,28 @@ def test_the_base_shows_each_word_sometimes() -> None:
             values = matched[attribute][asked]
             assert float((values > 0.5).float().mean()) > 0.15, word
             assert float(values.mean()) < 0.97, word
+
+
+def test_no_videos_have_no_scores() -> None:
+    scores = REWARD(torch.zeros(0, FRAMES, 3, 32, 32), [])
+    assert {part: tuple(values.shape) for part, values in scores.items()} == dict.fromkeys(
+        ("vq", "mq", "ta"), (0,)
+    )
+
+
+@pytest.mark.parametrize("prompt", ["a small red ball", "a red small ball moves left slowly"])
+def test_a_prompt_of_known_words_that_is_no_caption_is_refused_before_training(
+    prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text(f"{prompt}\n")
+    words = ["train", str(DEMO), "--data.prompts", str(tmp_path / "prompts.txt")]
+    for more in (["--dry-run"], []):
+        assert main([*words, "--output", str(tmp_path / "run"), *more]) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert f"prompt {prompt!r}" in told
+        assert "Traceback" not in told
+
+
+def test_a_word_in_capitals_has_its_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'a'"):
+        embed("A Small Red Ball")
