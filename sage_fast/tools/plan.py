@@ -22,6 +22,7 @@ from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.callbacks.load import check_callbacks
+from sage_fast.config.engines import ENGINES
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
 from sage_fast.data.prompt_checks import (
@@ -31,7 +32,7 @@ from sage_fast.data.prompt_checks import (
     shared_prompts,
 )
 from sage_fast.data.prompts import Prompt, configured_prompts
-from sage_fast.models.checkpointing import CheckpointPlan
+from sage_fast.models.checkpointing import MODES, CheckpointPlan
 from sage_fast.models.find import find_spec
 from sage_fast.models.headers import check_weights
 from sage_fast.models.load import meta_policy
@@ -247,13 +248,14 @@ def _remedies(config: Config, checkpointing: CheckpointPlan) -> list[str]:
     """Return what takes less memory than these settings, the least costly first."""
     model, train = config.model, config.train
     found = []
-    if checkpointing.mode != "full" or checkpointing.count < checkpointing.blocks:
+    recomputes_all = checkpointing.mode == MODES[-1] and checkpointing.count == checkpointing.blocks
+    if not recomputes_all:
         found.append("--model.gradient_checkpointing full")
     if train.batch_size > 1:
         found.append("--train.batch_size 1")
-    if model.tuning == "full":
+    if not model.trains_adapter:
         found.append("--model.tuning lora")
-    if train.engine != "zero3":
+    if "weights" not in ENGINES[train.engine].shards:
         found.append("--train.engine zero3 on more GPUs")
     if not train.offload_shards:
         found.append("--train.engine zero3 --train.offload_shards true (weights in host memory)")
