@@ -12,6 +12,7 @@ import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from PIL import Image
 from sage_fast.benchmarks.stock import StockPolicy
+from torch import Tensor
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.objective import Objective
@@ -244,13 +245,21 @@ def test_methods_that_a_mean_velocity_rules_out(
     check_distilled(Distillation(steps=(50,)), objective)
 
 
+def any_prompt(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    """The mean of all pixels, which is a reward for prompts of any kind."""
+    return {"mean": videos.mean(dim=(1, 2, 3, 4))}
+
+
 def test_the_plan_refuses_and_warns(checkpoint: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat sings\na dog runs")
     of = {"data__prompts": str(prompts), "data__eval_prompts": str(prompts), "eval__steps": 12}
+    of |= {"reward__name": f"{__name__}:any_prompt", "reward__weights": {"mean": 1.0}}
     planned = dry_run(tiny(checkpoint, sampling__steps=8, **of), 1, 80e9)
     assert "warning: sampling.steps = 8 and eval.steps = 12: a step-distilled model" in planned
-    assert "distilled" not in dry_run(tiny("random:hunyuanvideo15-480p-4-blocks", **of), 1, 80e9)
+    plain = dry_run(tiny("random:hunyuanvideo15-480p-4-blocks", **of), 1, 80e9)
+    assert "step-distilled" not in plain
+    assert "is distilled" not in plain
     with pytest.raises(UserError, match="surrogate = 'nft'"):
         dry_run(tiny(checkpoint, objective__surrogate="nft", kl__strategy="none", **of), 1, 80e9)
 

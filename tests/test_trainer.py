@@ -296,7 +296,9 @@ def test_missing_reward_part() -> None:
         UserError,
         match=r"reward.weights names 'aesthetics'; reward 'testbed' returns \['mq', 'ta', 'vq'",
     ):
-        tiny_trainer(config).reward.check(config.sampling, keys_of(["a"]))
+        tiny_trainer(config).reward.check(
+            config.sampling, keys_of(["a small red ball moves left slowly"])
+        )
     with pytest.raises(RewardError, match=r"without \['aesthetics'\]"):
         tiny_trainer(config).iteration(0)
 
