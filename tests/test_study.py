@@ -454,7 +454,7 @@ def test_the_archived_runs_are_those_of_the_settings_as_they_are(
                 assert runs._is_of(
                     tmp_path / file.name, settings_of(Path(file.name).stem, quick=False)
                 ), file.name
-    assert place >= 25
+    assert place >= 19  # of the smallest study
 
 
 def test_an_interval_has_a_column_of_its_own() -> None:
