@@ -89,6 +89,12 @@ def difference(
     )
 
 
+def seeds_behind(runs: Sequence[TrainedRun], others: Sequence[TrainedRun]) -> int:
+    """Return on how many seeds the others end higher."""
+    theirs = {run.seed: run.mean() for run in others}
+    return sum(run.mean() < theirs[run.seed] for run in runs)
+
+
 def mean_interval(runs: Sequence[TrainedRun], part: str = "reward") -> tuple[float, float]:
     """Return the mean held-out score over the seeds, and the half-width of its 95 % interval over
     the seeds."""

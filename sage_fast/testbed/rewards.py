@@ -58,11 +58,11 @@ class Measurement:
     residual: Tensor  # [B] pixels: rms distance of the centroid from that line
 
 
-class TestbedReward:
-    """Scores videos float [B, F, 3, H, W] in [0, 1] (F >= 2) against one caption each."""
+class CaptionScorer:
+    """What scores clips against captions of a world; other prompts are refused before a run
+    begins."""
 
     __test__ = False  # keep pytest from collecting it as a test class
-    gpu_bytes = 0.0
     world = BALLS
 
     @classmethod
@@ -73,6 +73,12 @@ class TestbedReward:
             UserError: it is not; names the word at fault.
         """
         cls.world.parse(text)
+
+
+class TestbedReward(CaptionScorer):
+    """Scores videos float [B, F, 3, H, W] in [0, 1] (F >= 2) against one caption each."""
+
+    gpu_bytes = 0.0
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from studies.differences import Difference
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.findings import gain, judge_above, judge_gain
-from studies.race.ratio import gains, mean_of
-from studies.runs import TrainedRun, decoder_share, difference, shipped, teraflops
+from studies.race.ratio import gains
+from studies.runs import TrainedRun, decoder_share, difference, seeds_behind, shipped, teraflops
 
 Runs = Mapping[str, Sequence[TrainedRun]]
 METHODS = {SAGE: "SAGE-GRPO", NFT: "DiffusionNFT"}
@@ -29,15 +29,10 @@ READ_SO = ("read so before", "read so after")
 """Columns with the shares of clips that read as their captions ask."""
 
 
-def gain_of(runs: Sequence[TrainedRun], score: str) -> Difference:
-    """Return the gain of one score on held-out prompts over the model before training."""
-    return mean_of(gains(runs, score))
-
-
 def word_gains(runs: Sequence[TrainedRun]) -> dict[str, Difference]:
     """Return word -> the gain of its score, corrected for the number of words."""
     return {
-        word: gain_of(runs, score).widened(len(runs), len(WORDS)) for word, score in SCORES.items()
+        word: gain(runs, score).widened(len(runs), len(WORDS)) for word, score in SCORES.items()
     }
 
 
@@ -80,8 +75,8 @@ def _find_words(found: Runs, correct: tuple[float, float], material: Material) -
     """Decide whether each word of a caption gains."""
     runs = found[SAGE]
     gained = word_gains(runs)
-    shown = gained | {"naturalness": gain_of(runs, JUDGE["naturalness"])}
-    in_table = shown | {"reward": gain_of(runs, "reward")}
+    shown = gained | {"naturalness": gain(runs, JUDGE["naturalness"])}
+    in_table = shown | {"reward": gain(runs)}
     most = f"{len(shipped(SAGE).reward.weights)}"
     heading = ("score", "of at most", "before", "after", "gain", "seeds that gain")
     table: list[Sequence[str]] = [(*heading, "prompts that fall", *READ_SO)]
@@ -94,7 +89,7 @@ def _find_words(found: Runs, correct: tuple[float, float], material: Material) -
         counts = f"{rising}", f"{_falling(runs, score)}"
         shares = [f"{_read_so(runs, score, end):.3f}" if part in WORDS else "" for end in (0, -1)]
         table.append((part, limit, *ends, str(in_table[part]), *counts, *shares))
-    plain = ", ".join(f"{word} {gain_of(runs, SCORES[word])}" for word in WORDS)
+    plain = ", ".join(f"{word} {gain(runs, SCORES[word])}" for word in WORDS)
     by_word = "; ".join(_by_word(runs, attribute) for attribute in WORDS)
     text = (
         f"Scores are means over {len(runs)} seeds, {len(runs[0].score())} held-out prompts and "
@@ -124,14 +119,13 @@ def _find_challenger(found: Runs, material: Material) -> Finding:
     """Decide whether the demo ends above its challenger."""
     runs, others = found[SAGE], found[NFT]
     above = difference(runs, others)
-    theirs = {run.seed: run.mean() for run in others}
-    behind = sum(run.mean() < theirs[run.seed] for run in runs)
     judged = {name: judge_gain(made, tuple(JUDGE.values())) for name, made in found.items()}
     text = (
-        f"The difference of the gains is {above}; DiffusionNFT ends ahead on {behind} of "
-        f"{len(runs)} seeds. The judge's gain is that of its {len(JUDGE)} scores together. FLOPs "
-        f"are planned; {100 * decoder_share(shipped(SAGE)):.0f} % of those of `{SAGE}` are the "
-        "decoder's, so equal compute means here about equally many videos."
+        f"The difference of the gains is {above}; DiffusionNFT ends ahead on "
+        f"{seeds_behind(runs, others)} of {len(runs)} seeds. The judge's gain is that of its "
+        f"{len(JUDGE)} scores together. FLOPs are planned; "
+        f"{100 * decoder_share(shipped(SAGE)):.0f} % of those of `{SAGE}` are the decoder's, so "
+        "equal compute means here about equally many videos."
     )
     table: list[Sequence[str]] = [
         ("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")

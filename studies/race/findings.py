@@ -76,9 +76,9 @@ def judge_gain(runs: Sequence[TrainedRun], scores: Sequence[str] = JUDGE) -> Dif
     return mean_of(total)
 
 
-def gain(runs: Sequence[TrainedRun]) -> Difference:
-    """Return the gain on held-out prompts over the model before training."""
-    return mean_of(gains(runs))
+def gain(runs: Sequence[TrainedRun], score: str = "reward") -> Difference:
+    """Return the gain of a score on held-out prompts over the model before training."""
+    return mean_of(gains(runs, score))
 
 
 def _find_race(raced: Mapping[str, Raced], first: str, material: Material) -> Finding:

@@ -12,7 +12,7 @@ from studies.differences import Difference
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.findings import JUDGE, gain, judge_above, judge_gain
-from studies.runs import TrainedRun, decoder_share, difference, teraflops
+from studies.runs import TrainedRun, decoder_share, difference, seeds_behind, teraflops
 from studies.search.runs import (
     NFT,
     SAGE,
@@ -83,13 +83,6 @@ def _means(
     return Finding(verdict=verdict, text=text, draw=draw, rows=_rows(column, found), table=table)
 
 
-def _seeds_behind(runs: Sequence[TrainedRun], others: Sequence[TrainedRun]) -> str:
-    """Say on how many seeds the challenger ends higher."""
-    theirs = {run.seed: run.mean() for run in others}
-    behind = sum(run.mean() < theirs[run.seed] for run in runs)
-    return f"DiffusionNFT ends ahead on {behind} of {len(runs)} seeds."
-
-
 def _find_gain(made: Made, material: Material) -> Finding:
     """Decide whether SAGE-GRPO ends above its challenger; show all that was confirmed."""
     gains = {name: gain(runs) for name, runs in made.confirmation.items()}
@@ -100,7 +93,8 @@ def _find_gain(made: Made, material: Material) -> Finding:
         f"The difference of the gains is {above} (95 % interval over {len(runs)} seeds and "
         f"{len(runs[0].score())} prompts, corrected for {looks()} looks; the base model was "
         f"trained on their captions, the runs were not). That of `{best}` and `{NFT}` is "
-        f"{_above(made.confirmation[best], others)}. {_seeds_behind(runs, others)} "
+        f"{_above(made.confirmation[best], others)}. DiffusionNFT ends ahead "
+        f"on {seeds_behind(runs, others)} of {len(runs)} seeds. "
         f"{EARLIER} A correct clip of them scores "
         f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which "
         "every sample passes. The judge is a network that no run is trained on. FLOPs are planned; "
