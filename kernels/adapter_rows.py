@@ -44,34 +44,51 @@ MEASURED = {
 
 
 def options(itemsize: int, rank: int, use: str, arch: int = 90) -> dict[str, Any]:
-    """Rows and columns of a tile, and warps. No rank spills on sm_80, sm_90 or sm_100, by Triton
-    3.6 and 3.9.
+    """Rows and columns of a tile, and warps.
 
-    float32 has no tensor cores here, and its products need more registers. In 16 bits a program
-    reads all of A from the L2 cache: from 64 rows on no more than it reads of x.
+    By Triton 3.9 no rank spills on an architecture of the compile report, or needs more shared
+    memory than a program has there. By 3.6 three kernels keep a register or two in local memory
+    on sm_120, outside their loops.
+
+    In 16 bits a program reads all of A from the L2 cache: from 64 rows on no more than it reads
+    of x.
 
     Args:
         itemsize: bytes of a value of x.
         rank: rows of A; of the backward, the padded rank of the larger adapter.
         use: `plain`, `gelu`, `gated`, or `backward`, which holds two sums.
-        arch: compute capability times 10. From 100 on, products with GELU stay below the 64 rows of
-            its matrix instructions, in whose loop Triton 3.6 cannot pipeline the assembly of GELU.
+        arch: compute capability times 10.
     """
-    blackwell = arch >= 100
+    # The matrix instructions of sm_100 and sm_110 add in tensor memory and take 64 rows. Products
+    # with GELU stay below that, since Triton 3.6 cannot pipeline the assembly of GELU in their
+    # loop. sm_120 (RTX 50) has the instructions of sm_80, and gets its tiles.
+    tensor_memory = 100 <= arch < 120
     if itemsize == 4:
-        wide = use == "gelu" and rank > 64 and rank % 16 == 0
-        return {"ROWS": 32 if wide else 16, "BLOCK": 16, **WIDE_OPTIONS}
+        return _float32_options(rank, use, arch)
     if rank <= 64 and 90 <= arch < 100:
         return dict(MEASURED[use])
     if rank % 16:  # of a forward alone
         return {"ROWS": 32, "BLOCK": 32, **WIDE_OPTIONS}
-    if use == "backward" and blackwell:
+    if use == "backward" and tensor_memory:
         return {"ROWS": 32, "BLOCK": 32, **LAUNCH_OPTIONS}
     if use == "backward" or rank > 128:
         return {"ROWS": 32, "BLOCK": 64, **WIDE_OPTIONS}
-    if use == "gelu" and blackwell:
+    if use == "gelu" and tensor_memory:
         return {"ROWS": 32, "BLOCK": 128, **LAUNCH_OPTIONS}
     return {"ROWS": 64, "BLOCK": 64, **(WIDE_OPTIONS if use == "gated" else LAUNCH_OPTIONS)}
+
+
+def _float32_options(rank: int, use: str, arch: int) -> dict[str, Any]:
+    """As `options`. float32 has no tensor cores here, and its products need more registers."""
+    wide = use == "gelu" and rank > 64 and rank % 16 == 0
+    tile = {"ROWS": 32 if wide else 16, "BLOCK": 16, **WIDE_OPTIONS}
+    if arch >= 120 and rank > 128:
+        # The tiles of the others spill.
+        if use == "backward":
+            tile["BLOCK"] = 8
+        elif wide:
+            tile["num_warps"] = 16
+    return tile
 
 
 def architecture(x: Tensor) -> int:

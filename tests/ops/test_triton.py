@@ -99,6 +99,15 @@ def test_rows_beside_an_adapter_of_any_rank(rank):
     )
 
 
+@pytest.mark.parametrize("arch", [86, 100, 120])
+@pytest.mark.parametrize(("dtype", "rank"), [(BF16, 64), (FP32, 256)], ids=str)
+def test_the_tiles_of_other_architectures_compute_the_same(arch, dtype, rank, monkeypatch):
+    monkeypatch.setattr(adapter_rows, "architecture", lambda x: arch)
+    x, _, _ = inputs("adapter_rows", (2, 40, 70), (dtype,), DEVICE)
+    down = torch.randn(rank, 70, device=DEVICE).to(dtype)
+    check("adapter_rows", launcher, [x, down, True])
+
+
 @pytest.mark.parametrize("ranks", [(20, 3), (3, 40), (0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_gradients_of_two_adapters_of_different_ranks(dtype, ranks):
