@@ -79,10 +79,15 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         from sage_fast.benchmarks.timing import Save, save_nothing
 
     if options.compile:
-        from sage_fast.benchmarks.compile_report import compile_report, format_table
+        from sage_fast.benchmarks.compile_report import (
+            compile_report,
+            format_summary,
+            format_table,
+        )
 
         rows = compile_report()
         print(format_table(rows))
+        print(format_summary(rows))
         if options.json is not None:
             write_json({"rows": [dataclasses.asdict(row) for row in rows]}, options.json)
         return 0

@@ -6,6 +6,7 @@ first in PYTHONPATH (`pip install --no-deps --target FOLDER triton==3.6.0`).
 
 rows = compile_report()
 print(format_table(rows))
+print(format_summary(rows))
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = (80, 90, 100)
+SHARED_BYTES = {
+    80: 163 * 1024,  # A100
+    86: 99 * 1024,  # RTX 30, A10, RTX A6000
+    89: 99 * 1024,  # RTX 40, L40S, RTX 6000 Ada
+    90: 227 * 1024,  # H100, H200
+    100: 227 * 1024,  # B200
+    120: 99 * 1024,  # RTX 50
+}
+"""Compute capability times 10 -> shared memory that a program may have."""
+ARCHITECTURES = (*SHARED_BYTES,)
 NORM_SIZES = "d 2048, 16 heads of 128"
 """Sizes of the published transformer."""
 TOKENS = 32_960
@@ -553,6 +563,28 @@ def _compiled(specialisation: Specialisation, arch: int) -> CompiledKernel:
         special=_special(operations, 4 if result == "fp32" else 2),
         asynchronous=sum(operation.startswith("LDGSTS") for operation in operations),
     )
+
+
+def misfits(rows: Iterable[CompiledKernel]) -> list[CompiledKernel]:
+    """Return the rows that spill registers or need more shared memory than a program has."""
+    return [row for row in rows if row.spilled_bytes or row.shared_bytes > SHARED_BYTES[row.arch]]
+
+
+def format_summary(rows: Sequence[CompiledKernel]) -> str:
+    """Say for each architecture whether its kernels fit, and list those that do not."""
+    lines = []
+    for arch in sorted({row.arch for row in rows}):
+        kernels = [row for row in rows if row.arch == arch]
+        registers = max(row.registers for row in kernels)
+        shared = max(row.shared_bytes for row in kernels)
+        lines.append(
+            f"sm_{arch}: {counted(len(kernels), 'compilation')}, at most {registers} registers and "
+            f"{shared / 1024:.0f} of {SHARED_BYTES[arch] // 1024} KiB of shared memory"
+        )
+    unfit = misfits(rows)
+    if not unfit:
+        return "\n".join([*lines, "Nothing spills, and every kernel fits."])
+    return "\n".join([*lines, "These spill or do not fit:", format_table(unfit)])
 
 
 def _cells(row: CompiledKernel) -> tuple[str, ...]:

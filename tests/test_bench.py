@@ -90,7 +90,9 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert f"{1e3 * fused['p20']:.3f} to {1e3 * fused['p80']:.3f}" in out
 
 
-def test_compile_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_writes_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = compile_report.CompiledKernel(
         kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0,
         loads=[16], stores=[4],
@@ -99,6 +101,29 @@ def test_compile_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compile_report, "compile_report", lambda: [row])
     assert main(["bench", "--compile", "--json", str(tmp_path / "c.json")]) == 0
     assert json.loads((tmp_path / "c.json").read_text()) == {"rows": [dataclasses.asdict(row)]}
+    assert "sm_90: 1 compilation, at most 8 registers and 0 of 227 KiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arch", "spilled", "shared", "fits"),
+    [
+        (90, 0, 100 * 1024, True),
+        (86, 0, 99 * 1024, True),
+        (86, 0, 99 * 1024 + 16, False),
+        (120, 0, 100 * 1024, False),
+        (90, 8, 0, False),
+    ],
+)
+def test_the_summary_names_kernels_that_do_not_fit(
+    arch: int, spilled: int, shared: int, fits: bool
+) -> None:
+    row = compile_report.CompiledKernel(
+        kernel="k", specialisation="s", arch=arch, registers=8, spilled_bytes=spilled,
+        shared_bytes=shared, loads=[16], stores=[4], special=2.0, asynchronous=8,
+    )  # fmt: skip
+    summary = compile_report.format_summary([row])
+    assert ("every kernel fits" in summary) == fits
+    assert ("| k " in summary) != fits
 
 
 @pytest.mark.soak
