@@ -103,11 +103,52 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(
     with pytest.raises(ValueError, match=r"'flash' needs model.dtype = bfloat16"):
         check_attention("flash", gpu, torch.float32)
     with pytest.raises(
-        ValueError, match=r"'flash3' does not run on NVIDIA A100; expected one of auto, sdpa"
+        ValueError, match=r"'flash3' runs on Hopper \(sm_90\), and NVIDIA A100 is sm_80; .*'flash'"
     ):
         check_attention("flash3", gpu, torch.bfloat16)
     assert "flash" in usable(gpu, torch.bfloat16)
     assert "flash3" not in usable(gpu, torch.bfloat16)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("name", "capability", "refused"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), ["flash3", "flash4"]),
+        ("NVIDIA GeForce RTX 3090", (8, 6), ["flash3", "flash4"]),
+        ("NVIDIA GeForce RTX 4090", (8, 9), ["flash3", "flash4"]),
+        ("NVIDIA H200", (9, 0), []),
+        ("NVIDIA B200", (10, 0), ["flash3"]),
+        ("NVIDIA GeForce RTX 5090", (12, 0), ["flash3", "flash4"]),
+    ],
+)
+def test_a_kernel_of_other_cards_is_refused_with_the_nearest(
+    name: str,
+    capability: tuple[int, int],
+    refused: list[str],
+    installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it is installed or not: an installation would not help."""
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(
+        "sage_fast.models.attention.backends._is_installed", lambda package: installed
+    )
+    choices = usable(gpu, torch.bfloat16)
+    assert "cudnn" in choices
+    assert ("flash" in choices) == installed
+    assert not {*refused} & {*choices}
+    if installed:
+        assert {"flash3", "flash4"} - {*refused} <= {*choices}
+    sm = "sm_{}{}".format(*capability)
+    for backend in refused:
+        expected = rf"'{backend}' runs on Hopper .*, and {name} is {sm}; the nearest .* is 'flash'"
+        with pytest.raises(UserError, match=expected):
+            check_attention(backend, gpu, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,35 @@ def _cudnn_lacks(device: torch.device) -> str:
     return "" if torch.backends.cudnn.is_available() else _does_not_run(device)
 
 
-def _needs_hopper(device: torch.device) -> str:
-    return "" if torch.cuda.get_device_capability(device) >= (9, 0) else _does_not_run(device)
+def _flash3_lacks(device: torch.device) -> str:
+    """FlashAttention 3 is built for sm_90.
+
+    A build may hold kernels for sm_80, which sm_86 and sm_89 run too; their backward has less
+    shared memory there than it was written for (vllm issue 12429). On sm_100 and sm_120 an import
+    succeeds and the first call fails (flash-attention pull request 2593).
+    """
+    return _runs_elsewhere(device, (9,), "Hopper (sm_90)")
+
+
+def _flash4_lacks(device: torch.device) -> str:
+    """flash-attn-4 is made for Hopper and Blackwell's data-centre cards.
+
+    4.0.0b36 has no backward for sm_8x, and on sm_12x none that adds in a fixed order; reports of
+    crashes and wrong values there are open (flash-attention pull requests 2404, 2553, 2771).
+    """
+    return _runs_elsewhere(device, (9, 10, 11), "Hopper (sm_90) and B200 (sm_100)")
+
+
+def _runs_elsewhere(device: torch.device, majors: tuple[int, ...], cards: str) -> str:
+    """Return what to use instead if the device has none of these major compute capabilities."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in majors:
+        return ""
+    name = torch.cuda.get_device_name(device)
+    return (
+        f"runs on {cards}, and {name} is sm_{major}{minor}; the nearest that does is 'flash' "
+        "(FlashAttention 2)"
+    )
 
 
 def _does_not_run(device: torch.device) -> str:
@@ -142,7 +169,7 @@ ATTENTION = {
         operators=("flash_attn_3::", "flash_attn3::"),
         package="flash_attn_interface",
         install="build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
-        lacks=_needs_hopper,
+        lacks=_flash3_lacks,
     ),
     "flash4": AttentionRow(
         attend=_from_package("sage_fast.models.attention.flash4:attention"),
@@ -150,7 +177,7 @@ ATTENTION = {
         sums_dq_in_float32=True,
         package="flash_attn.cute",
         install="pip install 'sage-fast[flash-attn-4]'",
-        lacks=_needs_hopper,
+        lacks=_flash4_lacks,
     ),
     "xformers": AttentionRow(
         attend=_from_package("xformers.ops:memory_efficient_attention"),
@@ -198,10 +225,11 @@ def _lack(backend: AttentionRow, device: torch.device, dtype: torch.dtype) -> st
         return ""
     if device.type != "cuda":
         return f"needs a CUDA device, and this is the {device.type}"
-    if backend.package is not None and not _is_installed(backend.package):
-        return f"is not installed: {backend.install}"
+    # First what an installation would not change.
     if why := backend.lacks(device):
         return why
+    if backend.package is not None and not _is_installed(backend.package):
+        return f"is not installed: {backend.install}"
     return (
         "needs model.dtype = bfloat16"
         if backend.half and dtype not in (torch.bfloat16, torch.float16)
