@@ -26,9 +26,25 @@ PEAK_TFLOPS = {
     "A[18]00": 312,
     "B200": 2250,
     "L40S": 362,
+    "L40$": 181,
+    "L4$": 121,
+    "A40$": 149.7,
+    "A10$": 125,
+    "A10G$": 70,
+    "RTX A6000$": 154.8,
+    "RTX 6000 Ada Generation$": 364.2,
+    "RTX 3090$": 71,
+    "RTX 4080$": 97.5,
+    "RTX 4090$": 165.2,
+    "RTX 5080$": 112.6,
+    "RTX 5090$": 209.5,
 }
-"""Pattern of GPUs' names -> dense bfloat16 peak by their data sheets; of several that fit, the
-first counts."""
+"""Pattern of GPUs' names -> dense bfloat16 peak with sums in float32, by their data sheets or
+NVIDIA's white papers of the architectures; of several that fit, the first counts.
+
+GeForce cards, L40 and A10G add in float32 at half the rate that they multiply. `$` tells a card
+from its Ti, SUPER, D, laptop and virtual namesakes, whose peaks are others.
+"""
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate")
 
