@@ -103,7 +103,8 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(
     with pytest.raises(ValueError, match=r"'flash' needs model.dtype = bfloat16"):
         check_attention("flash", gpu, torch.float32)
     with pytest.raises(
-        ValueError, match=r"'flash3' runs on Hopper \(sm_90\), and NVIDIA A100 is sm_80; .*'flash'"
+        ValueError,
+        match=r"'flash3' runs on Hopper \(sm_90\), and NVIDIA A100 is sm_80, where 'flash'",
     ):
         check_attention("flash3", gpu, torch.bfloat16)
     assert "flash" in usable(gpu, torch.bfloat16)
@@ -146,7 +147,8 @@ def test_a_kernel_of_other_cards_is_refused_with_the_nearest(
         assert {"flash3", "flash4"} - {*refused} <= {*choices}
     sm = "sm_{}{}".format(*capability)
     for backend in refused:
-        expected = rf"'{backend}' runs on Hopper .*, and {name} is {sm}; the nearest .* is 'flash'"
+        nearest = "'flash4'" if capability == (10, 0) else "'flash'"
+        expected = rf"'{backend}' runs on Hopper .*, and {name} is {sm}, where {nearest} .*nearest"
         with pytest.raises(UserError, match=expected):
             check_attention(backend, gpu, torch.bfloat16)
 

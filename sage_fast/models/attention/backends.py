@@ -85,35 +85,37 @@ def _cudnn_lacks(device: torch.device) -> str:
     return "" if torch.backends.cudnn.is_available() else _does_not_run(device)
 
 
-def _flash3_lacks(device: torch.device) -> str:
-    """FlashAttention 3 is built for sm_90.
+FLASH3_MAJORS = (9,)
+"""Major compute capabilities that FlashAttention 3 is built for.
 
-    A build may hold kernels for sm_80, which sm_86 and sm_89 run too; their backward has less
-    shared memory there than it was written for (vllm issue 12429). On sm_100 and sm_120 an import
-    succeeds and the first call fails (flash-attention pull request 2593).
-    """
-    return _runs_elsewhere(device, (9,), "Hopper (sm_90)")
+A build may hold kernels for sm_80, which sm_86 and sm_89 run too, with less shared memory than they
+were written for (vllm issue 12429). On sm_100 and sm_120 an import succeeds and the first call
+fails (flash-attention pull request 2593).
+"""
+FLASH4_MAJORS = (9, 10, 11)
+"""Those that FlashAttention 4 is for: Hopper, and Blackwell's data-centre cards.
+
+4.0.0b36 has no backward for sm_8x, and on sm_12x none that adds in a fixed order; reports of
+crashes and wrong values there are open (flash-attention pull requests 2404 and 2553).
+"""
+
+
+def _flash3_lacks(device: torch.device) -> str:
+    return _is_for_others(device, FLASH3_MAJORS, "Hopper (sm_90)")
 
 
 def _flash4_lacks(device: torch.device) -> str:
-    """flash-attn-4 is made for Hopper and Blackwell's data-centre cards.
-
-    4.0.0b36 has no backward for sm_8x, and on sm_12x none that adds in a fixed order; reports of
-    crashes and wrong values there are open (flash-attention pull requests 2404, 2553, 2771).
-    """
-    return _runs_elsewhere(device, (9, 10, 11), "Hopper (sm_90) and B200 (sm_100)")
+    return _is_for_others(device, FLASH4_MAJORS, "Hopper (sm_90) and B200 (sm_100)")
 
 
-def _runs_elsewhere(device: torch.device, majors: tuple[int, ...], cards: str) -> str:
-    """Return what to use instead if the device has none of these major compute capabilities."""
+def _is_for_others(device: torch.device, majors: tuple[int, ...], cards: str) -> str:
+    """Return which cards a kernel is for and the nearest for this one; empty if it is for this."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return ""
     name = torch.cuda.get_device_name(device)
-    return (
-        f"runs on {cards}, and {name} is sm_{major}{minor}; the nearest that does is 'flash' "
-        "(FlashAttention 2)"
-    )
+    nearest = "'flash4'" if major in FLASH4_MAJORS else "'flash' (FlashAttention 2)"
+    return f"runs on {cards}, and {name} is sm_{major}{minor}, where {nearest} is the nearest"
 
 
 def _does_not_run(device: torch.device) -> str:
