@@ -105,7 +105,7 @@ def test_the_tiles_of_other_architectures_compute_the_same(arch, dtype, rank, mo
     monkeypatch.setattr(adapter_rows, "architecture", lambda x: arch)
     x, _, _ = inputs("adapter_rows", (2, 40, 70), (dtype,), DEVICE)
     down = torch.randn(rank, 70, device=DEVICE).to(dtype)
-    check("adapter_rows", launcher, [x, down, True])
+    assert_accurate(check("adapter_rows", launcher, [x, down, True]))
 
 
 @pytest.mark.parametrize("ranks", [(20, 3), (3, 40), (0, 1)], ids=str)
