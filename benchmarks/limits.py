@@ -197,7 +197,7 @@ def adapter_rows(
         "gate": (x, down, False, gate),
     }
     out = adapter_rows_reference(*forwards["GELU"])
-    rows = (grad.flatten(0, 1), inner, x.flatten(0, 1), out.flatten(0, 1), up)
+    rows = (grad.flatten(0, 1), inner, x.flatten(0, 1), up)
     kinds: dict[str, tuple[str, Callable[..., Any], Sequence[Any], int]] = {
         name: ("adapter_rows", adapter_rows_reference, arguments, x.nbytes + out.nbytes)
         for name, arguments in forwards.items()

@@ -97,9 +97,8 @@ class Traffic(TorchDispatchMode):
         count = sum(t.nbytes for t in tensors)
         if name.startswith("norm_rotate"):  # it does not touch the values in the joint tensor
             count -= max(t.nbytes for t in args if isinstance(t, Tensor)) // 3
-        # it writes over its gradient, and on a GPU computes `out` again
-        if name == "adapter_rows_backward":
-            count += args[0].nbytes - args[3].nbytes
+        if name == "adapter_rows_backward":  # it writes over its gradient
+            count += args[0].nbytes
         self.bytes[name] += count
         self.launches += 1
         aten = torch.ops.aten

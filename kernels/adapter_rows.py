@@ -309,15 +309,12 @@ def _whole_vectors(rows: Tensor) -> Tensor:
 
 
 def adapter_rows_backward(
-    grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor
+    grad: Tensor, inner: Tensor, x: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward; arguments as `sage_fast::adapter_rows_backward`.
-
-    Computes `out` again from x.
-    """
+    """Launch the backward; arguments as `sage_fast::adapter_rows_backward`."""
     assert grad.is_contiguous()
     if max(inner.shape[1], up.shape[1]) > MAX_RANK:
-        return adapter_rows_backward_reference(grad, inner, x, out, up)
+        return adapter_rows_backward_reference(grad, inner, x, up)
     ranks, x, inner, up = (
         (inner.shape[1], up.shape[1]),
         x.contiguous(),

@@ -15,6 +15,7 @@ There is no C++: the CPU runs the reference, whose parts are PyTorch's own kerne
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast.ops._common import compute_dtype
@@ -40,22 +41,23 @@ def adapter_rows_reference(
 
 
 def adapter_rows_backward_reference(
-    grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor
+    grad: Tensor, inner: Tensor, x: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Specification of the backward with GELU.
+    """Specification of the backward with GELU, which is computed again from x.
 
     Args:
         grad: `[R, d]`, dh; contiguous, and overwritten with dx.
         inner: `[R, r]`, dy s B.
         x: `[R, d]`.
-        out: `[R, d + r]`, the result of the forward.
         up: `[R, q]`, rows A'^T.
 
     Returns:
         dA `[r, d]` and dx^T up `[d, q]` in float32.
     """
     torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad)
-    pairs = (inner.t(), out[:, : x.shape[1]]), (grad.t(), up)
+    # as the forward stored it; without an adapter nothing reads it
+    hidden = F.gelu(x, approximate="tanh") if inner.shape[1] else x
+    pairs = (inner.t(), hidden), (grad.t(), up)
     if grad.is_cuda:
         down, of_up = (mm_in_float32(a, b) for a, b in pairs)
     else:  # a specification does not round its sums

@@ -362,7 +362,7 @@ def test_the_backward_of_any_two_adapters_is_listed(
     )
     rows = torch.zeros(3, 32, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[x])
     inner, up = (torch.zeros(3, max(rank, 16), dtype=rows.dtype)[:, :rank] for rank in ranks)
-    sums = adapter_rows_backward(rows.clone(), inner, rows, rows, up)
+    sums = adapter_rows_backward(rows.clone(), inner, rows, up)
     assert [list(part.shape) for part in sums] == [[ranks[0], 32], [32, ranks[1]]]
     assert all(part.is_contiguous() for part in sums)
     assert not [

@@ -355,7 +355,8 @@ class _FeedForward(torch.autograd.Function):
         _write_product(x, up_down)
         inner = F.linear(x, up_weight, up_bias)
         hidden = torch.ops.sage_fast.adapter_rows(inner, down, True)
-        kept = [inner, hidden] if trains else []
+        # Of the hidden rows the backward reads only their product: a copy frees the others.
+        kept = [inner, hidden[..., down.shape[1] :].contiguous()] if trains else []
         # four times as wide as the stream: without gradients it does not outlive its reader
         del inner
         needs_y = ctx.needs_input_grad[2]
@@ -373,7 +374,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, up_buffer, buffer, gate, inner, hidden, *kept = ctx.saved_tensors
+        x, up_buffer, buffer, gate, inner, product, *kept = ctx.saved_tensors
         shape, (height, width) = x.shape, (size - ctx.pad for size in buffer.shape)
         dgate = (
             torch.ops.sage_fast.gated_sum_backward(grad, gate, kept[0])[1].to(gate.dtype)
@@ -385,12 +386,12 @@ class _FeedForward(torch.autograd.Function):
         rows = torch.ops.sage_fast.adapter_rows(
             grad, buffer[:height, width:].t(), False, gate
         ).flatten(0, 1)
-        x, inner, hidden = (t.flatten(0, 1) for t in (x, inner, hidden))
-        dup = ctx.scale * mm_in_float32(rows[:, :height].t(), hidden[:, width : width + ctx.rank])
+        x, inner, product = (t.flatten(0, 1) for t in (x, inner, product))
+        dup = ctx.scale * mm_in_float32(rows[:, :height].t(), product[:, : ctx.rank])
         up_product = x[:, x.shape[1] - ctx.up_pad :][:, : ctx.up_rank]
         d_inner = rows @ buffer[:, :width]  # of hidden, until the operator overwrites it
         ddown, up_dup = torch.ops.sage_fast.adapter_rows_backward(
-            d_inner, rows[:, height:], inner, hidden, up_product
+            d_inner, rows[:, height:], inner, up_product
         )
         del rows  # as large as the gradient that follows
         up_views = _views(up_buffer, ctx.up_pad)
@@ -406,18 +407,18 @@ class _GeluBiasGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         hidden = F.gelu(x, approximate="tanh")
-        ctx.save_for_backward(x, hidden)
+        ctx.save_for_backward(x)
         ctx.dtype = bias.dtype
         return hidden
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, hidden = (t.flatten(0, -2) for t in ctx.saved_tensors)
+        x = ctx.saved_tensors[0].flatten(0, -2)
         dx = grad.contiguous()  # of a matmul, so no one else's: it is overwritten
         rows = dx.view(x.shape)
         ones = rows.new_ones(1, 1).expand(len(rows), 1)
-        _, sums = torch.ops.sage_fast.adapter_rows_backward(rows, rows[:, :0], x, hidden, ones)
+        _, sums = torch.ops.sage_fast.adapter_rows_backward(rows, rows[:, :0], x, ones)
         return dx, sums[:, 0].to(ctx.dtype)
 
 
