@@ -375,3 +375,24 @@ def test_rows_without_padding(shape: tuple[int, ...]) -> None:
         *([y, *torch.autograd.grad(y, wanted, upstream)] for y in ys), strict=True
     ):
         assert torch.equal(mine, theirs)
+
+
+def test_the_backward_keeps_rows_without_padding_themselves() -> None:
+    """They, the weights and a product as narrow as the adapters; no copy of the rows."""
+    model = layers(0.1, torch.float32)
+    projection = FusedLinear(model, *model._modules)
+    projection.refresh(torch.float32)
+    whole = torch.randn(2, 8, 33, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        projection.unpadded(whole[:, :5])
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kept}
+    for known in (whole, projection._buffer):
+        del storages[known.untyped_storage().data_ptr()]
+    (product,) = storages.values()
+    assert product.untyped_storage().nbytes() == 2 * 5 * projection.pad * 4

@@ -11,14 +11,13 @@ from sage_fast.models.lora.linear import padding_for
 # Activations that autograd keeps per token, in units of d plus the adapters' pad, for mlp ratio 4
 # and the default LoRA targets; the same in float32 and bfloat16. tests/test_plan.py counts each:
 # change them together with the block.
-KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 13, 18
+KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 12, 18
 """Kept per video token from a block's forward to its backward, in addition to the block's input and
 attention's output: the normed rows of both matmuls and the video stream after attention (3), q, k,
-v, and q and k after rotation (5), attention's output as a matmul's input (1), the feed-forward
-before GELU (4). In addition the products with the adapters of four matmuls are kept: one of three
-adapters, three of one. If all weights are trained, attention's output is not copied, but the
-feed-forward after GELU and the operands of both gates are kept (-1, +4, +2). Text tokens keep less,
-and are few.
+v, and q and k after rotation (5), the feed-forward before GELU (4). In addition the products with
+the adapters of four matmuls are kept: one of three adapters, three of one. If all weights are
+trained, the feed-forward after GELU and the operands of both gates are kept as well (4 + 2). Text
+tokens keep less, and are few.
 """
 GRADIENTS = 5
 """Gradients alive per token at the peak of one block's backward: that of the stream (1), and that

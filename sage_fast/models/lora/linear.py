@@ -156,7 +156,7 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites
         the padding in x."""
-        return self._fused(x, has_product=False) if self.pad else self._plain(x)
+        return self._fused(x, is_padded=True) if self.pad else self._plain(x)
 
     def _plain(self, x: Tensor) -> Tensor:
         """Run layers that have no adapter, as one matmul if all of their weights can be read
@@ -173,20 +173,23 @@ class FusedLinear(nn.Module):
         return F.linear(x, weight, bias)
 
     def unpadded(self, x: Tensor) -> Tensor:
-        """Map `[B, S, d_in]` like `forward`, without padding in x."""
-        if not self.pad:
-            return self(x)
-        return self._fused(_Padded.apply(x, _views(self._buffer, self.pad)[1]), has_product=True)
+        """Map `[B, S, d_in]` like `forward`, without padding in x.
+
+        The backward keeps x itself, which costs nothing where others keep it too, as attention
+        keeps its output.
+        """
+        return self._fused(x, is_padded=False) if self.pad else self(x)
 
     @property
     def factors(self) -> list[Tensor]:
         """A and B of each adapter."""
         return [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
 
-    def _fused(self, x: Tensor, has_product: bool) -> Tensor:
+    def _fused(self, x: Tensor, is_padded: bool) -> Tensor:
         return _FusedLoraLinear.apply(
-            x, self._buffer, self._bias, self._columns, has_product, *self.factors
-        )
+            x, self._buffer, self._bias, self._columns, is_padded, torch.is_grad_enabled(),
+            *self.factors,
+        )  # fmt: skip
 
 
 def _ranks(adapters: Sequence[_Adapter | None]) -> list[int | None]:
@@ -264,8 +267,8 @@ def _write_product(x: Tensor, down: Tensor) -> None:
 def _input_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, needed: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients in rows x `[R, d + pad]` (None unless `needed`), and in A, float32
-    `[pad, d]`.
+    """Return the gradients in [x | x A^T], `[R, d + pad]` (None unless `needed`), and in A, float32
+    `[pad, d]`, for x `[R, d]`.
 
     dy [W | s B] holds dy s B, so that dy is read once; (dy s B) A is then added. Where dy is wider
     than x, this reads less than one matmul after a pass for dy s B.
@@ -276,64 +279,64 @@ def _input_gradients(
         inner = dx[:, width:]
     else:  # in the first block
         dx, inner = None, grad @ weight[:, width:]
-    ddown = mm_in_float32(inner.t(), x[:, :width])
+    ddown = mm_in_float32(inner.t(), x)
     if dx is not None:
         dx[:, :width].addmm_(inner, down)
     return dx, ddown
 
 
 class _FusedLoraLinear(torch.autograd.Function):
-    """Computes y = [x | x A^T] [W | s B]^T + bias, for x with padding columns on its right."""
+    """Computes y = [x | x A^T] [W | s B]^T + bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Tensor, *rest: Any) -> Tensor:
         """`buffer` holds the factors, A and B of each adapter, in the dtype of x.
 
-        `has_product` says whether x A^T stands in the padding already.
+        `is_padded` says whether x has columns for x A^T on its right; `trains`, whether there will
+        be a backward.
         """
-        bias, columns, has_product, *factors = rest
+        bias, columns, is_padded, trains, *factors = rest
         ctx.pad = len(buffer) - len(bias)
         ctx.columns = columns
         ctx.ranks = [len(a) for a in factors[::2]]
+        ctx.is_padded = is_padded
         weight, down = _views(buffer, ctx.pad)
-        if not has_product:
+        if is_padded:
             _write_product(x, down)
-        ctx.save_for_backward(x, buffer)
-        return F.linear(x, weight, bias)
+            rows = x
+        else:
+            rows = torch.ops.sage_fast.adapter_rows(x, down, False)
+        if trains:
+            width = down.shape[1]
+            product = rows[..., width:]
+            # Beside an x of its own, a copy of the product frees the rows.
+            kept = (x[..., :width], product) if is_padded else (x, product.contiguous())
+            ctx.save_for_backward(*kept, buffer)
+        return F.linear(rows, weight, bias)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # read once: under checkpointing this triggers the recomputation
-        x, buffer = ctx.saved_tensors
-        shape = x.shape
-        grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+        x, product, buffer = ctx.saved_tensors
+        *batch, width = x.shape
+        grad, x, product = (t.flatten(0, -2) for t in (grad, x, product))
         dx, ddown = _input_gradients(grad, x, *_views(buffer, ctx.pad), ctx.needs_input_grad[0])
         factors: list[Tensor | None] = []
-        column = ddown.shape[1]
+        column = 0
         for (first, last, scale), rank, needed in zip(
-            ctx.columns, ctx.ranks, ctx.needs_input_grad[6::2]
+            ctx.columns, ctx.ranks, ctx.needs_input_grad[7::2]
         ):
-            rows = slice(column, column + rank)
-            dup = scale * mm_in_float32(grad[:, first:last].t(), x[:, rows]) if needed else None
-            factors += [ddown[rows.start - ddown.shape[1] :][:rank], dup]
+            own = slice(column, column + rank)
+            dup = (
+                scale * mm_in_float32(grad[:, first:last].t(), product[:, own]) if needed else None
+            )
+            factors += [ddown[own], dup]
             column += rank
-        return None if dx is None else dx.view(shape), None, None, None, None, *factors
-
-
-class _Padded(torch.autograd.Function):
-    """Copies x into rows beside x A^T; the backward copies nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor) -> Tensor:
-        ctx.width = x.shape[-1]
-        out: Tensor = torch.ops.sage_fast.adapter_rows(x, down, False)
-        return out
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[..., : ctx.width], None
+        if dx is not None:
+            columns = dx.shape[1] if ctx.is_padded else width
+            dx = dx[:, :columns].unflatten(0, batch)
+        return dx, *[None] * 5, *factors
 
 
 class _FeedForward(torch.autograd.Function):
@@ -395,7 +398,9 @@ class _FeedForward(torch.autograd.Function):
         )
         del rows  # as large as the gradient that follows
         up_views = _views(up_buffer, ctx.up_pad)
-        dx, up_ddown = _input_gradients(d_inner, x, *up_views, ctx.needs_input_grad[0])
+        dx, up_ddown = _input_gradients(
+            d_inner, x[:, : x.shape[1] - ctx.up_pad], *up_views, ctx.needs_input_grad[0]
+        )
         factors = up_ddown[: ctx.up_rank], ctx.up_scale * up_dup, ddown[: ctx.rank], dup
         return None if dx is None else dx.view(shape), grad, dgate, *[None] * 7, *factors
 
