@@ -18,6 +18,7 @@ from sage_fast.models.checkpointing import (
     MODES,
     CheckpointPlan,
     fastest_that_fits,
+    is_checkpointed,
     set_checkpointing,
 )
 from sage_fast.models.decoder import Decoder
@@ -66,6 +67,37 @@ def test_attention_runs_once(mode: str, again: int) -> None:
     joint = 80 + conditioning.context.shape[1]
     per_token = attention_output_bytes(model.policy.transformer.config, 4)
     assert forward.bytes == len(PROMPTS) * layers * joint * per_token
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize("mode", MODES)
+def test_queries_and_keys_are_rotated_once_more(mode: str, tuning: str) -> None:
+    """By the recomputation of a block, or else by the backward of its attention."""
+    model = tiny_model(settings(model__tuning=tuning))
+    model.set_checkpointing(CheckpointPlan(mode))
+    x, sigma, text = inputs(PROMPTS)
+    v = model.policy.velocity(x, model.policy.condition(sigma, text))
+    assert not is_checkpointed()
+    with Matmuls() as backward:
+        v.sum().backward()
+    assert not is_checkpointed()
+    blocks = len(model.policy.forward.blocks)
+    assert backward.operators.count("sage_fast::norm_rotate") == blocks
+
+
+def test_a_checkpoint_of_the_user_around_a_block_gives_the_same_gradients() -> None:
+    """Set by diffusers' switch, past ours: it keeps more, and is right."""
+    x, sigma, text = inputs(PROMPTS)
+    upstream, found = torch.randn(x.shape), []
+    for switched in (False, True):
+        model = tiny_model(settings())
+        if switched:
+            model.policy.transformer.enable_gradient_checkpointing()
+        v = model.policy.velocity(x, model.policy.condition(sigma, text))
+        v.backward(upstream)
+        found.append([p.grad for p in model.policy.parameters().values() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) > 30
+    assert all(map(torch.equal, *found))
 
 
 class Matmuls(TorchDispatchMode):

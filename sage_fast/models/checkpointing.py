@@ -115,9 +115,13 @@ def _runner(mode: str) -> Callable[..., Any]:
         return lambda block, *arguments: block(*arguments)
 
     def run(block: nn.Module, *arguments: Any) -> Any:
-        return checkpoint(
-            block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, block)
-        )
+        before = _checkpointed.set(True)
+        try:
+            return checkpoint(
+                block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, block)
+            )
+        finally:
+            _checkpointed.reset(before)
 
     return run
 
@@ -152,6 +156,18 @@ def is_recomputing() -> bool:
     return _recomputes.get()
 
 
+_checkpointed = contextvars.ContextVar("_checkpointed", default=False)
+
+
+def is_checkpointed() -> bool:
+    """Whether a block runs within a checkpoint, in its forward or recomputed.
+
+    Then hooks of PyTorch see every tensor that autograd would save. Hooks within them would hide
+    the tensors, which would stay alive.
+    """
+    return _checkpointed.get()
+
+
 Context = contextlib.AbstractContextManager[Any]
 
 
@@ -173,6 +189,7 @@ class _Recomputation(contextlib.ExitStack):
         self.selective = selective
 
     def __enter__(self) -> Self:
+        self.callback(_checkpointed.reset, _checkpointed.set(True))
         self.callback(_recomputes.reset, _recomputes.set(_can_skip_outputs(self.block)))
         self.enter_context(self.selective)
         return self

@@ -7,11 +7,14 @@
 This replaces four norms, two rotations and two concatenations. One tensor holds the queries, keys
 and values of both streams: the projection of the video tokens leaves rows for the text. So
 attention reads the values where the projection wrote them, and all three gradients form one tensor,
-which the projection's backward reads whole. Autograd saves only the inputs.
+which the projection's backward reads whole. Autograd saves only the inputs. Attention saves the
+queries and keys too, unless it is called within `recomputed_in_backward`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -88,6 +91,7 @@ class _JointNormRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, ctx.eps = rest
+        ctx.unpacked = None
         joint = joint.detach()  # hide the write below from autograd
         joint[:, joint.shape[1] - text.shape[1] :] = text
         ctx.save_for_backward(joint, *tensors)
@@ -97,8 +101,8 @@ class _JointNormRotate(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # read once: with checkpointing reading them triggers the recomputation
-        saved = ctx.saved_tensors
+        saved = _inputs_of(ctx)
+        ctx.unpacked = None
         weights = any(ctx.needs_input_grad[2:6])
         d_joint, d_weights = torch.ops.sage_fast.norm_rotate_backward(
             *grads, *saved, ctx.eps, weights
@@ -110,6 +114,87 @@ class _JointNormRotate(torch.autograd.Function):
             [row.to(w.dtype) for row, w in zip(d_weights, saved[1:5])] if weights else [None] * 4
         )
         return d_joint, d_text, *weight_grads, None, None
+
+
+def _inputs_of(node: Any) -> tuple[Tensor, ...]:
+    """Return what a node of `_JointNormRotate` saved, for each of its readers in a backward.
+
+    It is read once: within a checkpoint that starts a recomputation, and a second read is an error.
+    """
+    if node.unpacked is None:
+        node.unpacked = node.saved_tensors
+    unpacked: tuple[Tensor, ...] = node.unpacked
+    return unpacked
+
+
+def recomputed_in_backward(query: Tensor, key: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which autograd saves neither queries nor keys: the backward computes both
+    again, to the bit.
+
+    It is for a call of attention alone, since it hides what it saves from hooks around it: those of
+    a checkpoint would no longer free it (`is_checkpointed` of models/checkpointing.py).
+
+    Args:
+        query, key: as one call of `norm_rotate` returned them.
+    """
+    if query.grad_fn is None:
+        return contextlib.nullcontext()
+    assert query.grad_fn is key.grad_fn
+    recomputed = _Recomputed(query, key)
+    return torch.autograd.graph.saved_tensors_hooks(recomputed.pack, recomputed.unpack)
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """What autograd saves for a view of the queries (index 0) or keys (1)."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Recomputed:
+    """The queries and keys of one call of `norm_rotate`.
+
+    It reads the inputs from the call's node of the graph, as the node's own backward does: they are
+    kept once, and weights that ZeRO-3 frees after the forward are gathered for both.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor) -> None:
+        self._node: Any = query.grad_fn
+        # An address, not the tensor: a hook lives as long as what it packed.
+        self._storages = [_address(query), _address(key)]
+        self._unread: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        address = _address(tensor)
+        if address not in self._storages:
+            return tensor
+        index = self._storages.index(address)
+        return _View(index, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        whole = self._unread.pop(saved.index, None)
+        if whole is None:
+            whole = self._recompute(saved.index)
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
+
+    @torch.no_grad()
+    def _recompute(self, index: int) -> Tensor:
+        """Return the queries or keys; the others wait for whoever reads them next."""
+        pair = torch.ops.sage_fast.norm_rotate(*_inputs_of(self._node), self._node.eps)
+        self._unread = {1 - index: pair[1 - index]}
+        wanted: Tensor = pair[index]
+        return wanted
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of the storage itself: that of its data is 0 for fake and meta tensors."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _rotated(x: Tensor, rotary: Tensor) -> Tensor:

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.gated_sum import gated_sum
 from sage_fast.ops.norm_modulate import norm_modulate, residual_norm
-from sage_fast.ops.norm_rotate import norm_rotate
+from sage_fast.ops.norm_rotate import norm_rotate, recomputed_in_backward
 from sage_fast.tools.operators import inputs
 from tests.ops.checks import Kernels
 
@@ -178,7 +181,7 @@ def test_with_and_without_autograd_and_frozen_parts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, trained, strict=True))
     calls: list[tuple[str, object]] = []
 
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+    class Spy(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -201,6 +204,58 @@ def test_with_and_without_autograd_and_frozen_parts() -> None:
     scale.requires_grad_()
     gated_norm(x, y, scale, shift, shift)[0].sum().backward()
     assert scale.grad is not None
+
+
+class RotateCalls(TorchDispatchMode):
+    """Counts the calls of `norm_rotate`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.sage_fast.norm_rotate.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_attention_without_kept_queries_and_keys(
+    dtype: torch.dtype, kernels: tuple[Kernels, torch.device]
+) -> None:
+    """Both are freed with the forward. Each backward computes them again once; same gradients to
+    the bit."""
+    device = kernels[1]
+    joint, text, *weights, rotary, eps = inputs("norm_rotate", (2, 9, 3, 4, 16), (dtype,), device)
+    wanted = [joint, text, *weights]
+    for leaf in wanted:
+        leaf.requires_grad_()
+    upstream = torch.randn_like(joint[:, :, 0])
+
+    def attended(*, recomputes: bool) -> tuple[Tensor, list[StorageWeakRef]]:
+        query, key, value = norm_rotate(joint * 1, text, *weights, rotary, eps)
+        storages = [StorageWeakRef(t.untyped_storage()) for t in (query, key)]
+        if not recomputes:
+            return ATTENTION["sdpa"](query, key, value), storages
+        with recomputed_in_backward(query, key):
+            return ATTENTION["sdpa"](query, key, value), storages
+
+    (plain, kept), (lean, freed) = attended(recomputes=False), attended(recomputes=True)
+    assert torch.equal(plain, lean)
+    assert not any(storage.expired() for storage in kept)
+    assert all(storage.expired() for storage in freed)
+    expected = torch.autograd.grad(plain, wanted, upstream)
+    for retain in (True, False):
+        with RotateCalls() as calls:
+            found = torch.autograd.grad(lean, wanted, upstream, retain_graph=retain)
+        assert calls.count == 1
+        assert all(map(torch.equal, found, expected))
+
+
+def test_attention_without_gradients_is_left_as_it_is() -> None:
+    joint, text, *rest = inputs("norm_rotate", (2, 9, 3, 4, 16), (FP32,))
+    query, key, value = norm_rotate(joint * 1, text, *rest)
+    with recomputed_in_backward(query, key):
+        squares = value.requires_grad_().square()
+    squares.sum().backward()
+    assert value.grad is not None
 
 
 def test_bad_inputs() -> None:

@@ -14,15 +14,17 @@ benchmarks/passes.py counts the bytes they move.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import Attention
+from sage_fast.models.checkpointing import is_checkpointed
 from sage_fast.models.lora.linear import FeedForward, FusedLinear
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
-from sage_fast.ops.norm_rotate import norm_rotate
+from sage_fast.ops.norm_rotate import norm_rotate, recomputed_in_backward
 
 
 class TextToVideoBlock(nn.Module):
@@ -109,7 +111,10 @@ class TextToVideoBlock(nn.Module):
             (attn.norm_k.weight, attn.norm_added_k.weight),
         )
         query, key, value = norm_rotate(joint, text_heads, *queries, *keys, rotary)
-        out = attention(query, key, value).flatten(2)
+        # A checkpoint keeps neither of them anyway.
+        recomputed = recomputed_in_backward(query, key)
+        with contextlib.nullcontext() if is_checkpointed() else recomputed:
+            out = attention(query, key, value).flatten(2)
         video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
         return video_out, text_out
 

@@ -11,17 +11,24 @@ from sage_fast.models.lora.linear import padding_for
 # Activations that autograd keeps per token, in units of d plus the adapters' pad, for mlp ratio 4
 # and the default LoRA targets; the same in float32 and bfloat16. tests/test_plan.py counts each:
 # change them together with the block.
-KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 12, 18
+KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 10, 16
 """Kept per video token from a block's forward to its backward, in addition to the block's input and
-attention's output: the normed rows of both matmuls and the video stream after attention (3), q, k,
-v, and q and k after rotation (5), the feed-forward before GELU (4). In addition the products with
-the adapters of four matmuls are kept: one of three adapters, three of one. If all weights are
-trained, the feed-forward after GELU and the operands of both gates are kept as well (4 + 2). Text
-tokens keep less, and are few.
+attention's output: the normed rows of both matmuls and the video stream after attention (3), q, k
+and v (3), the feed-forward before GELU (4). In addition the products with the adapters of four
+matmuls are kept: one of three adapters, three of one. If all weights are trained, the feed-forward
+after GELU and the operands of both gates are kept as well (4 + 2). Text tokens keep less, and are
+few.
 """
+ROTATED = 2
+"""Queries and keys after rotation. A block that a checkpoint recomputes keeps them as well, for its
+backward. Any other recomputes them alone, in attention's backward."""
 GRADIENTS = 5
 """Gradients alive per token at the peak of one block's backward: that of the stream (1), and that
-of the feed-forward's inner rows (4, plus padding for one adapter)."""
+of the feed-forward's inner rows (4, plus padding for one adapter).
+
+Attention's backward, with recomputed queries and keys, comes when the feed-forward's tensors are
+gone, and takes less. Not counted is what an operator allocates within itself: PyTorch's kernels, on
+the CPU and for ranks above 256, hold GELU of the inner rows again (4)."""
 
 KEPT_BY_STEP = 14
 """Alive per token at the peak of a step without gradients, in a block's feed-forward: the block's
@@ -58,10 +65,11 @@ def activation_bytes(
     inner = value_bytes * (
         (KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad
     )
+    again = inner + value_bytes * ROTATED * d + stream
     kept, recomputed = {
         "none": (stream + attention + inner, 0),
-        "attention": (stream + attention, inner + stream),
-        "full": (stream, attention + inner + stream),
+        "attention": (stream + attention, again),
+        "full": (stream, attention + again),
     }[mode]
     gradients = value_bytes * (GRADIENTS * d + pad)
     return float(
