@@ -162,14 +162,17 @@ def share_of_limit(
     """Return the time of a forward, and of a training transition, by arithmetic, in units of that
     at the ceiling.
 
-    A transition is a forward, its recomputation and the backward. Its matmuls run at `BURST_FLOPS`,
-    its passes at `BANDWIDTH`, and attention at `attention` FLOP/s forward and backward.
+    A transition is a forward, its recomputation and the backward, which then finds the queries and
+    keys that a backward alone computes again. Its matmuls run at `BURST_FLOPS`, its passes at
+    `BANDWIDTH`, and attention at `attention` FLOP/s forward and backward.
     """
     tokens = TOKENS + TEXT
     linear, attended = 24.0 * WIDTH**2 * tokens, 4.0 * tokens**2 * WIDTH
-    passes = [sum(traffic.bytes.values()) / BANDWIDTH for traffic in (there, back)]
-    ahead = linear / BURST_FLOPS + attended / attention[0] + passes[0]
-    behind = linear * (1 if frozen else 2) / BURST_FLOPS + 2.5 * attended / attention[1] + passes[1]
+    passes_ahead = sum(there.bytes.values()) / BANDWIDTH
+    passes_behind = (sum(back.bytes.values()) - back.bytes["norm_rotate"]) / BANDWIDTH
+    ahead = linear / BURST_FLOPS + attended / attention[0] + passes_ahead
+    behind = linear * (1 if frozen else 2) / BURST_FLOPS + 2.5 * attended / attention[1]
+    behind += passes_behind
     limit = (
         (linear + attended) / BURST_FLOPS,
         (linear * (3 if frozen else 4) + 4.5 * attended) / BURST_FLOPS,

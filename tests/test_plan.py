@@ -156,7 +156,7 @@ def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
     ):
         mean = share * of_plan(slower)[key] + (1 - share) * of_plan(faster)[key]
         assert of_plan(auto)[key] == pytest.approx(mean, rel=1e-9)
-    assert 0.8 * 80e9 < sum(auto.memory.values()) < 0.9 * 80e9 < sum(faster.memory.values())
+    assert 0.9 * 80e9 < sum(auto.memory.values()) < 0.95 * 80e9 < sum(faster.memory.values())
     assert " of the 74.51 GiB of a card of 80 GB" in format_plan(planned("auto", 80e9))
     assert " of the 22.35 GiB of a card of 24 GB" in format_plan(planned("auto", 24e9))
 
