@@ -28,13 +28,20 @@ from sage_fast.data.prompts import (
     metadata_of,
     negatives_of,
 )
+from sage_fast.models.decoder import ParkedDecoder
 from sage_fast.models.find import find_spec
 from sage_fast.models.interface import Condition
 from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.models.spec import Spec
 from sage_fast.parallel.deepspeed_config import check_deepspeed_settings
-from sage_fast.parallel.fit import choose_checkpointing
+from sage_fast.parallel.fit import (
+    AUTOENCODER,
+    REWARDS,
+    Placement,
+    choose_checkpointing,
+    choose_placement,
+)
 from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rewards.interface import Scorer
 from sage_fast.rewards.objects import name_rewards
@@ -205,7 +212,14 @@ def load_setup(
         reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps, reward_objects)
 
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
-    model, left = _load_model(resolved, spec, attention)
+    device = local_device()
+    scorers = [reward] if judge is None else [reward, judge]
+    in_process = sum(scorer.bytes_on(device) for scorer in scorers)
+    placement = choose_placement(resolved, spec, device, in_process)
+    if REWARDS in placement.parked:
+        for scorer in scorers:
+            scorer.park(device)
+    model, left = _load_model(resolved, spec, attention, placement)
     model.notes += _notes(config, model, train_prompts, eval_prompts, are_given=prompts is not None)
 
     contents: dict[str, str] = {}
@@ -240,7 +254,10 @@ def _as_prompt(prompt: Prompt | str) -> Prompt:
 
 
 def _load_model(
-    resolved: ResolvedConfig, spec: Spec, attention: AttentionBackend | None
+    resolved: ResolvedConfig,
+    spec: Spec,
+    attention: AttentionBackend | None,
+    placement: Placement,
 ) -> tuple[Model, Any]:
     """Load the model and choose what its backward recomputes.
 
@@ -261,7 +278,10 @@ def _load_model(
         config.seed,
         needs_agreement=needs_agreement,
         spec=spec,
+        streamed=placement.streamed,
     )
+    if AUTOENCODER in placement.parked:
+        model.decoder = ParkedDecoder(model.decoder, local_device())
     plan, left = choose_checkpointing(resolved, model)
     model.set_checkpointing(plan)
     return model, left

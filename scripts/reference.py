@@ -91,6 +91,8 @@ def commands_page() -> str:
 def _values(setting: Setting) -> str:
     if setting.choices:
         choices = ", ".join(f"`{choice}`" for choice in setting.choices)
+        if setting.takes_number:
+            return f"{choices} or {kind(int)}, {setting.range}"
         return f"{choices} or `package.module:name`" if setting.takes_plugin else choices
     in_words = kind(setting.type)
     return f"{in_words}, {setting.range}" if setting.range else in_words

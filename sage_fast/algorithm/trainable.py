@@ -8,7 +8,13 @@ from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.deepspeed import deepspeed_overrides
 from sage_fast.config.loader import leaves
-from sage_fast.config.rank_checks import check_choices, check_ranks, no_gradient, sampler_in_words
+from sage_fast.config.rank_checks import (
+    check_choices,
+    check_ranks,
+    check_streaming,
+    no_gradient,
+    sampler_in_words,
+)
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import check_agreement, world_size
@@ -52,10 +58,11 @@ def check_trainable(config: Config, ranks: int | None = None) -> ResolvedConfig:
     Raises:
         UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer
             steps than trained transitions, a KL that is always 0 or that needs rollout log-probs
-            where there are none, averaged weights without an average, one part to balance, or more
-            ranks than samples.
+            where there are none, averaged weights without an average, one part to balance,
+            streamed blocks whose weights are trained or gathered, or more ranks than samples.
     """
     check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
+    check_streaming(config.model, config.train)
     resolved = ResolvedConfig(config)
     sampling = config.sampling
     train = config.train

@@ -10,7 +10,12 @@ from collections.abc import Callable, Mapping
 
 from sage_fast.commands.sources import resumed_settings
 from sage_fast.config.loader import load
-from sage_fast.config.rank_checks import check_choices, check_engine, check_plugins
+from sage_fast.config.rank_checks import (
+    check_choices,
+    check_engine,
+    check_plugins,
+    check_streaming,
+)
 from sage_fast.run.preflight import check_named, check_new
 from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import heavy_imports
@@ -71,6 +76,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     # else a rank would end before the others, which wait for it, can be told
     if options.dry_run or is_alone:
         check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
+        check_streaming(config.model, config.train)
         check_plugins(config.plugins)
         check_named(config.model, config.data, config.named_rewards)
     if options.dry_run:

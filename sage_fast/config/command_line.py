@@ -68,6 +68,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _metavar(setting: Setting) -> str | None:
     """Return what stands for the value in the help; None for the choices themselves."""
+    if setting.takes_number:
+        return f"{{{','.join(setting.choices)},INTEGER}}"
     if setting.choices:
         return None
     if setting.is_text:

@@ -57,9 +57,9 @@ KINDS = {
 _PYTHON: dict[Any, Any] = {bool: bool, int: int, float: int | float, str: str}
 
 
-def within(default: float | None, **bounds: float) -> Any:
-    """Declare a number with `BOUNDS`; `above` and `below` exclude the bound itself, `every` counts
-    from `least`."""
+def within(default: float | str | None, **bounds: float) -> Any:
+    """Declare a number, which may have choices beside it, with `BOUNDS`; `above` and `below`
+    exclude the bound itself, `every` counts from `least`."""
     return dataclasses.field(default=default, metadata=bounds)
 
 
@@ -159,6 +159,11 @@ class Setting:
         return bool(self.choices) and str in _members(self.type)
 
     @property
+    def takes_number(self) -> bool:
+        """Whether it is a choice that may also be a whole number."""
+        return bool(self.choices) and int in _members(self.type)
+
+    @property
     def is_text(self) -> bool:
         """Whether any text is valid, as typed."""
         return not self.choices and str in (self.type, *_members(self.type))
@@ -229,9 +234,15 @@ def _choices(hint: Any) -> tuple[str, ...]:
 def kind(hint: Any) -> str:
     """Describe a type in words."""
     if choices := _choices(hint):
-        own = OWN_PLACE if str in _members(hint) else ""
-        return f"one of {', '.join(choices)}{own}"
+        return f"one of {', '.join(choices)}{_beside_choices(hint)}"
     return " or ".join(KINDS[member] for member in _members(hint) or (hint,))
+
+
+def _beside_choices(hint: Any) -> str:
+    """Return what else a choice may be, in words; empty if nothing."""
+    own = OWN_PLACE if str in _members(hint) else ""
+    number = f" or {KINDS[int]}" if int in _members(hint) else ""
+    return own + number
 
 
 def _convert(hint: Any, value: Any) -> Any:
@@ -282,7 +293,8 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
 
 
 def _chosen(hint: Any, value: Any) -> Any:
-    """Return a choice, or `package.module:name` where the type allows text beside its choices.
+    """Return a choice, or `package.module:name` or a number where the type allows it beside its
+    choices.
 
     Raises:
         ValueError: says what was expected.
@@ -294,9 +306,10 @@ def _chosen(hint: Any, value: Any) -> Any:
         return value
     if takes_plugin and isinstance(value, str) and PLACE_FORM.fullmatch(value):
         return value
+    if int in _members(hint) and isinstance(value, int) and not isinstance(value, bool):
+        return value
     off = value is False or value == "off"  # YAML reads off as False
-    also = OWN_PLACE if takes_plugin else ""
-    raise ValueError(nearest("none" if off else str(value), choices, also))
+    raise ValueError(nearest("none" if off else str(value), choices, _beside_choices(hint)))
 
 
 def is_finite(value: float) -> bool:

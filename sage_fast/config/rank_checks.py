@@ -7,7 +7,13 @@ from collections.abc import Mapping
 
 from sage_fast.config.deepspeed import deepspeed_overrides
 from sage_fast.config.engines import ENGINES, OPTIMIZERS, RENOISES
-from sage_fast.config.schema import ODE_SAMPLERS, ObjectiveConfig, SamplingConfig, TrainConfig
+from sage_fast.config.schema import (
+    ODE_SAMPLERS,
+    ModelConfig,
+    ObjectiveConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import check_place
 from sage_fast.util.text import counted
@@ -45,6 +51,28 @@ def check_choices(
         "balanced_rewards",
         f"the reward has one part with a weight, {weighted[0]}, so nothing to balance; the nearest "
         "choice is false",
+    )
+
+
+def check_streaming(model: ModelConfig, train: TrainConfig) -> None:
+    """Check that streamed blocks have frozen weights, whole on every rank.
+
+    Raises:
+        UserError: they are trained, or an engine gathers them.
+    """
+    if not model.streams:
+        return
+    model.require(
+        model.trains_adapter,
+        "stream_blocks",
+        f"model.tuning = {model.tuning} trains the weights of the blocks, and only frozen ones are "
+        "streamed; expected lora; the nearest choice is auto",
+    )
+    model.require(
+        not ENGINES[train.engine].gathers,
+        "stream_blocks",
+        f"train.engine = {train.engine} gathers the weights of a block from all ranks; expected "
+        "plain, zero1 or zero2; the nearest choice is auto",
     )
 
 

@@ -39,6 +39,7 @@ Feedback = Literal["none", "paper"]
 DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
+StreamBlocks = Literal["auto", "all"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "xformers"]
 Optimizer = Literal["adamw", "muon"]
 LearningRateSchedule = Literal["constant", "cosine", "linear"]
@@ -94,6 +95,11 @@ class ModelConfig(Section):
     """What the backward recomputes. `full`: every transformer block, at the least memory and the
     cost of one more forward. `attention`: the blocks except for attention, whose output is kept.
     `none`: nothing. `auto`: as little as fits into free memory, by block."""
+    stream_blocks: int | StreamBlocks = within("auto", least=0)
+    """Blocks whose frozen weights stay in page-locked host memory and pass through the GPU, one
+    block ahead of the computation; results are the same to the bit. `auto`: none where the weights
+    fit beside everything recomputed, else as many as the plan finds fastest. For an adapter, with
+    every engine but zero3 (docs/how-to/one-gpu.md)."""
     sequence_parallel: int = within(1, least=1)
     """GPUs that share one sample, for videos too long for one GPU. Each holds a part of the tokens
     and, for attention, a part of the heads. Must divide the number of the transformer's heads and
@@ -112,6 +118,11 @@ class ModelConfig(Section):
     def trains_adapter(self) -> bool:
         """Whether an adapter is trained, over frozen weights."""
         return ADAPTERS[self.tuning]
+
+    @property
+    def streams(self) -> bool:
+        """Whether blocks are streamed whatever the memory."""
+        return self.stream_blocks not in ("auto", 0)
 
     @property
     def element_bytes(self) -> int:

@@ -130,7 +130,7 @@ def _can_skip_outputs(block: nn.Module) -> bool:
     """Whether the block alone reads what its last layers return: it has no wrapper, subclass, patch
     or hook.
 
-    Hooks of FSDP2, and of what counts FLOPs, compute nothing with results.
+    Hooks of FSDP2, of streamed blocks, and of what counts FLOPs, compute nothing with results.
     """
     modules = [*block.modules()]
     hooks = [
@@ -139,7 +139,7 @@ def _can_skip_outputs(block: nn.Module) -> bool:
         for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
     ]
     hooks += [*_global_forward_hooks.values(), *_global_forward_pre_hooks.values()]
-    known = "torch.distributed.fsdp", "torch.utils."
+    known = "torch.distributed.fsdp", "torch.utils.", "sage_fast.models.streaming"
     foreign = any(not str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
     ends = [m for m in modules if hasattr(type(m), "omits_last_matmul")]
     direct = ends[:1] == [block] and {*ends} <= {block, *block.children()}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from sage_fast.util.parking import on_device
 
 
 class Decoder(abc.ABC):
@@ -34,3 +37,26 @@ class Decoder(abc.ABC):
         Raises:
             UserError: no way of decoding fits in memory.
         """
+
+
+class ParkedDecoder(Decoder):
+    """A decoder whose autoencoder is on the device only while it decodes.
+
+    Args:
+        decoder: the decoder.
+        device: where it decodes; its autoencoder leaves it.
+    """
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        super().__init__(decoder.vae)
+        self.decoder = decoder
+        self.device = device
+        self.vae.to("cpu")
+
+    def plan(self, latents: tuple[int, int, int, int]) -> object:
+        with on_device([self.vae], self.device):
+            return self.decoder.plan(latents)
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        with on_device([self.vae], self.device):
+            return self.decoder(latents)

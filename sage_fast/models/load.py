@@ -24,6 +24,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
+from sage_fast.models.streaming import BlockStream
 from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.ranks import sequence_group
 
@@ -36,6 +37,7 @@ def load_model(
     *,
     needs_agreement: bool = True,
     spec: Spec | None = None,
+    streamed: int = 0,
 ) -> Model:
     """Load a checkpoint and make it trainable.
 
@@ -45,6 +47,7 @@ def load_model(
     Args:
         needs_agreement: whether rollouts and training must round alike; see `choose_attention`.
         spec: that of `config.path`, if it is known.
+        streamed: number of blocks whose frozen weights stay in host memory (`models.streaming`).
 
     Raises:
         UserError: the checkpoint is missing, incomplete or for another task, the LoRA weights fit
@@ -56,13 +59,17 @@ def load_model(
     check_heads(config.sequence_parallel, spec.heads)
     loaded = reachable(spec.path)
 
-    networks = _load_networks(spec, config, loaded, device)
-    vae = _load(spec, "model.path", spec.source("vae", loaded), "vae", dtype, device)
+    # the device may be too small for all of it
+    place = torch.device("cpu") if streamed else device
+    networks = _load_networks(spec, config, loaded, place, device)
+    vae = _load(spec, "model.path", spec.source("vae", loaded), "vae", dtype, device, device)
     for network in networks.values():
         make_trainable(spec, network.eval(), config, seed, config.weights)
     vae.eval().requires_grad_(False)
 
     policy = spec.policy(networks, dtype=dtype, guidance_scale=sampling.guidance_scale)
+    if streamed:
+        policy.stream = BlockStream(policy, streamed, device)
     group = sequence_group()
     if group is not None:
         policy.sequence = SequenceParallel(group, device)
@@ -73,9 +80,13 @@ def load_model(
 
 
 def _load_networks(
-    spec: Spec, config: ModelConfig, loaded: str, device: torch.device
+    spec: Spec, config: ModelConfig, loaded: str, place: torch.device, device: torch.device
 ) -> dict[str, Any]:
-    """Load the networks of the policy, in float32 if they are trained whole."""
+    """Load the networks of the policy to `place`, in float32 if they are trained whole.
+
+    Args:
+        device: as for `_load`.
+    """
     # Updates of the size of lr would vanish in bf16 rounding. An engine may round what forwards
     # read afterwards.
     dtype = getattr(torch, config.dtype) if config.trains_adapter else torch.float32
@@ -86,25 +97,37 @@ def _load_networks(
         source = config.weights
         for part in spec.networks:
             check_same(source, part, json.loads(spec.meta(part).to_json_string()))
-    return {part: _load(spec, setting, source, part, dtype, device) for part in spec.networks}
+    networks = {}
+    for part in spec.networks:
+        networks[part] = _load(spec, setting, source, part, dtype, place, device)
+    return networks
 
 
 def _load(
-    spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, device: torch.device
+    spec: Spec,
+    setting: str,
+    source: str,
+    part: str,
+    dtype: torch.dtype,
+    place: torch.device,
+    device: torch.device,
 ) -> Any:
-    """Load a part onto the device, strictly: unlike plain `from_pretrained`, never fill in random
+    """Load a part to `place`, strictly: unlike plain `from_pretrained`, never fill in random
     weights.
 
     Files are mapped, and each tensor is cast and moved by itself: the ranks of a node share the
     files' pages, and none holds the model in host memory. Only `random:NAME` gives random weights.
+
+    Args:
+        device: on which random weights are drawn.
     """
     if is_random(source):
-        return random_module(spec, part, dtype, device)
+        return random_module(spec, part, dtype, device, None if place == device else place)
     check_part(spec, setting, source, part)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
     options: dict[str, Any] = {
         "subfolder": part,
-        "device_map": {"": device},
+        "device_map": {"": place},
         "use_safetensors": True,
     }
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from sage_fast.models.interface import ConditionTable, Inputs
 from sage_fast.ops.guidance import guided
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import fails_alone, sequence_size, world_size
+
+if TYPE_CHECKING:
+    from sage_fast.models.streaming import BlockStream
 
 Item = TypeVar("Item")
 State = dict[str, Tensor]
@@ -116,6 +119,8 @@ class Policy:
             only if `Spec.heads` allows it.
         uses_all_weights: forwards with gradients give one to every trained weight, so that all
             ranks reduce the same set.
+        stream: brings the frozen weights of streamed blocks to the device; None if none is
+            streamed.
         blocks: attribute name of the list of blocks in each network.
     """
 
@@ -131,6 +136,7 @@ class Policy:
         self.attention: Callable[..., Tensor] | None = None
         self.sequence: Any = None
         self.uses_all_weights = False
+        self.stream: BlockStream | None = None
 
     @property
     def device(self) -> torch.device:
@@ -238,6 +244,16 @@ class Policy:
         whole.
         """
         return [list(getattr(network, self.blocks)) for network in self.networks.values()]
+
+    def streamed_units(self, chosen: Sequence[int]) -> list[Sequence[nn.Module]]:
+        """Return the modules whose frozen weights are streamed (`models.streaming`), in chains of
+        modules that a forward calls one after the other; the last chain is the blocks.
+
+        Args:
+            chosen: indices of blocks in `block_list`.
+        """
+        blocks = self.block_list()
+        return [[blocks[index] for index in chosen]]
 
     def is_muon(self, name: str, p: Tensor) -> bool:
         """Whether the optimizer `muon` updates this weight by Muon: true for the matrices of the

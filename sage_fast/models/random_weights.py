@@ -22,8 +22,14 @@ def is_random(path: str) -> bool:
 
 
 @torch.no_grad()
-def random_module(spec: Spec, part: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a part with random weights, allocated on the device in `dtype` and nowhere else.
+def random_module(
+    spec: Spec,
+    part: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    place: torch.device | None = None,
+) -> Any:
+    """Return a part with random weights, allocated in `dtype` and nowhere else.
 
     Gates are small, as in a trained model, to keep rounding from growing from block to block.
 
@@ -33,17 +39,21 @@ def random_module(spec: Spec, part: str, dtype: torch.dtype, device: torch.devic
         dtype: dtype of the weights.
         device: device they are drawn on, with a fixed seed: the same kind of device gives the same
             model.
+        place: device that holds them, and receives one after the other; None: the same.
     """
-    module = nn.Module.to(spec.meta(part), dtype).to_empty(device=device)
+    module = nn.Module.to(spec.meta(part), dtype).to_empty(device=place or device)
     assert not list(module.buffers()), "they would stay uninitialised"
-    generator = torch.Generator(device=next(module.parameters()).device).manual_seed(0)
+    generator = torch.Generator(device=device).manual_seed(0)
     for name, p in module.named_parameters():
         if name.endswith("gamma") or ("norm" in name and p.ndim == 1 and name.endswith("weight")):
             p.fill_(1)
         elif p.ndim == 1:
             p.fill_(0.1)
         else:
-            p.normal_(std=p[0].numel() ** -0.5, generator=generator)
+            drawn = p if place is None else torch.empty_like(p, device=device)
+            drawn.normal_(std=p[0].numel() ** -0.5, generator=generator)
+            if place is not None:
+                p.copy_(drawn)
         if spec.is_gate(name):
             p.mul_(0.1)
     return module.eval()

@@ -32,6 +32,7 @@ from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.config.engines import ENGINES, OPTIMIZERS
 from sage_fast.config.schema import ModelConfig, TrainConfig
 from sage_fast.models.policy import Policy
+from sage_fast.models.streaming import StreamSizes
 from sage_fast.parallel import ranks_that_shard
 from sage_fast.parallel.deepspeed_config import deepspeed_settings
 
@@ -50,8 +51,11 @@ class EngineMemory:
             reduced.
         block_in_flight: gathered weights of a block and their gradients.
         autocast_copies: 16-bit copies of float32 weights.
-        in_host_memory: shards with `train.offload_shards`, and all that belongs to them; not in
-            `total`.
+        adapter_copies: copies of adapters in the dtype of the activations, in the buffers of the
+            fused linears.
+        slots_of_streamed_blocks: through which they pass.
+        in_host_memory: shards with `train.offload_shards`, and all that belongs to them, or frozen
+            weights of streamed blocks; not in `total`.
     """
 
     frozen_weights: float = 0.0
@@ -63,6 +67,8 @@ class EngineMemory:
     gradients_in_flight: float = 0.0
     block_in_flight: float = 0.0
     autocast_copies: float = 0.0
+    adapter_copies: float = 0.0
+    slots_of_streamed_blocks: float = 0.0
     in_host_memory: float = 0.0
 
     @property
@@ -85,7 +91,12 @@ class EngineMemory:
 
 
 def engine_memory(
-    model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy, ranks: int = 1
+    model: ModelConfig,
+    train: TrainConfig,
+    strategy: KLStrategy,
+    policy: Policy,
+    ranks: int = 1,
+    streaming: StreamSizes | None = None,
 ) -> EngineMemory:
     """Compute the memory an engine will hold on each rank.
 
@@ -94,6 +105,8 @@ def engine_memory(
         strategy: the KL strategy, which may have an anchor.
         policy: with whole weights, on any device (including meta).
         ranks: of the run.
+        streaming: bytes of streamed blocks and of the fused linears of the others; None counts
+            neither.
     """
     row = ENGINES[train.engine]
     stored = row.stored_bytes(model.element_bytes)
@@ -143,6 +156,14 @@ def engine_memory(
     if model.element_bytes < width:
         copied = sum(p.numel() for p in (whole or weights).values())
         memory = dataclasses.replace(memory, autocast_copies=2.0 * copied)
+    if streaming is not None:
+        memory = dataclasses.replace(
+            memory,
+            frozen_weights=memory.frozen_weights - streaming.leaving,
+            adapter_copies=float(streaming.copies),
+            slots_of_streamed_blocks=float(streaming.slots),
+            in_host_memory=memory.in_host_memory + streaming.host,
+        )
     return memory
 
 

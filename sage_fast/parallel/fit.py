@@ -1,17 +1,29 @@
-"""Memory of a rank: what training, stored rollouts and CUDA graphs take, and the recomputation that
-makes it fit."""
+"""Memory of a rank: what training, stored rollouts and CUDA graphs take, and the streaming and the
+recomputation that make it fit."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.engines import ENGINES
+from sage_fast.config.schema import Config
 from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
+from sage_fast.models.load import meta_policy
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import MAX_GRAPHS, Cost, Spec
-from sage_fast.parallel.engine_memory import engine_memory
+from sage_fast.models.streaming import BlockSizes, StreamSizes, block_sizes, stream_sizes
+from sage_fast.parallel.engine_memory import EngineMemory, engine_memory
 from sage_fast.parallel.stored_rollouts import stored_rollouts
-from sage_fast.util.environment import free_bytes
+from sage_fast.util.cards import Rates, rates_of
+from sage_fast.util.environment import format_bytes, free_bytes
+from sage_fast.util.errors import UserError
+from sage_fast.util.launchers import launched
 from sage_fast.util.ranks import all_gather_object, world_size
 
 MEMORY_SHARE = 0.92
@@ -24,6 +36,139 @@ at 0.85; none has run at 0.92. What was reserved, and ranks that hold NCCL's buf
 measured."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """How training fits on a rank, or what it would take if it does not.
+
+    Attributes:
+        streamed: streamed blocks.
+        sizes: bytes that follow from them.
+        engine: bytes that the engine holds.
+        checkpointing: what is recomputed.
+        activations: bytes of activations and their gradients.
+        graphs: most bytes that CUDA graphs keep.
+        room: bytes for activations and CUDA graphs.
+    """
+
+    streamed: int
+    sizes: StreamSizes
+    engine: EngineMemory
+    checkpointing: CheckpointPlan
+    activations: float
+    graphs: float
+    room: float
+
+    @property
+    def fits(self) -> bool:
+        return self.activations <= self.room
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a run has what is not trained.
+
+    Attributes:
+        streamed: number of streamed blocks.
+        parked: what is on the device only while it is used (`util.parking`).
+    """
+
+    streamed: int = 0
+    parked: tuple[str, ...] = ()
+
+
+AUTOENCODER, REWARDS = "autoencoder", "rewards"
+"""What may be parked, in a run."""
+
+
+def choose_placement(
+    resolved: ResolvedConfig, spec: Spec, device: torch.device, reward_bytes: int
+) -> Placement:
+    """Resolve `model.stream_blocks`, and choose what leaves the device while training, before the
+    model is loaded. Collective.
+
+    All ranks stream as many blocks and park as much as the rank with the least memory.
+
+    Args:
+        reward_bytes: what rewards have on the device and could leave.
+
+    Raises:
+        UserError: there are not as many blocks, or host memory is too small for them.
+    """
+    config = resolved.config
+    # a CPU has no other memory than that of the host
+    if device.type == "cpu" and not config.model.streams:
+        return Placement()
+    policy = meta_policy(spec, config.model)
+    decoder = config.model.element_bytes * spec.cost(config).decoder_weights
+    fit, parked = fit_beside(
+        resolved,
+        spec,
+        policy,
+        free_bytes(device) + reward_bytes,
+        {AUTOENCODER: decoder, REWARDS: reward_bytes},
+        ranks=world_size(),
+        rates=rates_of(device),
+    )
+    count = max(all_gather_object(fit.streamed))
+    parked = max(all_gather_object(parked), key=len)
+    sizes = stream_sizes(_sizes_of(config, policy), count)
+    for problem in all_gather_object(_host_memory_problem(config, count, sizes.host)):
+        if problem:
+            raise UserError(problem)
+    return Placement(streamed=count, parked=tuple(parked))
+
+
+def fit_beside(
+    resolved: ResolvedConfig,
+    spec: Spec,
+    policy: Policy,
+    memory: float,
+    others: Mapping[str, float],
+    *,
+    ranks: int,
+    rates: Rates,
+    chosen: CheckpointPlan | None = None,
+) -> tuple[Fit, list[str]]:
+    """Fit training beside `others` (name -> bytes); return the fit, and which of them have to leave
+    the device, the first ones first.
+
+    None leaves unless training would not fit by streaming and recomputation alone. On a CPU none
+    does. Other arguments as of `fit_model`.
+    """
+    names = [name for name, size in others.items() if size]
+    most = 0 if policy.device.type == "cpu" else len(names)
+    for count in range(most + 1):
+        staying = sum(others[name] for name in names[count:])
+        fit = fit_model(
+            resolved,
+            spec,
+            policy,
+            memory - staying,
+            ranks=ranks,
+            rates=rates,
+            chosen=chosen,
+        )
+        if fit.fits:
+            break
+    return fit, names[:count]
+
+
+def _host_memory_problem(config: Config, count: int, needed: int) -> str:
+    """Return why the host memory of this node is too small for streamed blocks; empty if it is
+    not."""
+    ranks = launched("LOCAL_WORLD_SIZE", 1)
+    free = free_bytes(torch.device("cpu"))
+    if ranks * needed <= free:
+        return ""
+    nearest = int(count * free / (ranks * needed))
+    each = f" for each of the {ranks} ranks of a node" if ranks > 1 else ""
+    return (
+        f"model.stream_blocks = {config.model.stream_blocks!r}: {count} streamed blocks take "
+        f"{format_bytes(needed)} of page-locked host memory{each}, and {format_bytes(free)} are "
+        f"free; the nearest is {nearest}, with less to train or more memory"
+    )
+
+
 def choose_checkpointing(resolved: ResolvedConfig, model: Model) -> tuple[CheckpointPlan, float]:
     """Resolve `model.gradient_checkpointing`. Collective.
 
@@ -34,67 +179,214 @@ def choose_checkpointing(resolved: ResolvedConfig, model: Model) -> tuple[Checkp
     gradients are the same.
     """
     policy, cost = model.policy, model.spec.cost(resolved.config)
-    usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
-    room = training_room(resolved, model.spec, policy, usable, ranks=world_size())
-    fits, graphs = fit_training(resolved, policy, cost, room)
-    chosen = max(
-        all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count)
+    device, stream = policy.device, policy.stream
+    usable = free_bytes(device)
+    usable += sum(p.nbytes for _, p in policy.named_parameters() if p.device == device)
+    if stream is not None:
+        usable += stream.device_bytes
+    fit = _fit_of(
+        resolved,
+        model.spec,
+        policy,
+        usable,
+        ranks=world_size(),
+        blocks=_sizes_of(resolved.config, policy),
+        streamed=0 if stream is None else stream.count,
     )
-    return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
+    chosen = max(
+        all_gather_object(fit.checkpointing),
+        key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count),
+    )
+    return chosen, fit.room - chosen.mean(cost.activations) if fit.graphs else 0.0
 
 
-def fit_training(
+def fit_model(
     resolved: ResolvedConfig,
+    spec: Spec,
     policy: Policy,
-    cost: Cost,
-    room: float,
+    usable: float,
+    *,
+    ranks: int,
+    rates: Rates,
     chosen: CheckpointPlan | None = None,
-) -> tuple[CheckpointPlan, float]:
-    """Fit activations and CUDA graphs into `room` bytes, for a run and for its plan.
+) -> Fit:
+    """Choose what is streamed and what is recomputed, for a run and for its plan.
 
-    Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that
-    CUDA graphs keep.
-    """
-    asked = resolved.config.model.gradient_checkpointing
-    # a plan's policy is on `meta`
-    graphs = graph_bytes(cost, resolved) if policy.device.type != "cpu" else 0.0
-    least = cost.activations[MODES[-1] if asked == "auto" else asked]
-    # nothing if none fits: recomputing for none would be in vain
-    room -= cost.graphs_within(room - least, graphs)
-    if chosen or asked != "auto":
-        return chosen or CheckpointPlan(asked), graphs
-    return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
-
-
-def graph_bytes(cost: Cost, resolved: ResolvedConfig) -> float:
-    """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
-
-    They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose
-    exchanges are not recorded.
-    """
-    config = resolved.config
-    alone = not ENGINES[config.train.engine].gathers and config.model.sequence_parallel == 1
-    return cost.step + MAX_GRAPHS * cost.context if config.sampling.cuda_graphs and alone else 0.0
-
-
-def training_room(
-    resolved: ResolvedConfig, spec: Spec, policy: Policy, usable: float, *, ranks: int
-) -> float:
-    """Return the bytes for activations and CUDA graphs, for a run and for its plan.
-
-    It is what is left beside everything else that the engine and the stored rollouts will take on a
-    rank.
+    `auto` streams nothing where training fits with everything recomputed. Else it streams as many
+    blocks as make a sample fastest: more of them leave room to recompute less. Of counts that are
+    equally fast it takes the smallest.
 
     Args:
         policy: with whole weights, on any device (including meta).
         usable: bytes of the device for weights and training.
         ranks: number of ranks.
+        rates: of the device.
+        chosen: what is recomputed; by default what fits.
+
+    Raises:
+        UserError: more blocks are to be streamed than there are.
+    """
+    config = resolved.config
+    blocks = _sizes_of(config, policy)
+    fits = []
+    for count in _counts(config, len(blocks)):
+        fit = _fit_of(
+            resolved,
+            spec,
+            policy,
+            usable,
+            ranks=ranks,
+            blocks=blocks,
+            streamed=count,
+            chosen=chosen,
+        )
+        if count == 0 and fit.fits:
+            return fit
+        fits.append(fit)
+    cost = spec.cost(config)
+    return min(
+        fits,
+        key=lambda fit: (
+            not fit.fits,
+            # of those that do not fit, that which takes the least
+            sample_seconds(resolved, cost, fit, rates) if fit.fits else -fit.streamed,
+            fit.streamed,
+        ),
+    )
+
+
+def _counts(config: Config, blocks: int) -> Iterable[int]:
+    """Return the numbers of streamed blocks that the settings allow.
+
+    Raises:
+        UserError: more than there are.
+    """
+    asked = config.model.stream_blocks
+    if asked == "auto":
+        return range(blocks + 1) if _can_stream(config) else [0]
+    if asked == "all":
+        return [blocks]
+    config.model.require(
+        asked <= blocks,
+        "stream_blocks",
+        f"expected at most {blocks}, the blocks of the model; the nearest is all",
+    )
+    return [asked]
+
+
+def _can_stream(config: Config) -> bool:
+    """Whether the blocks have frozen weights, whole on every rank."""
+    return config.model.trains_adapter and not ENGINES[config.train.engine].gathers
+
+
+def _sizes_of(config: Config, policy: Policy) -> list[BlockSizes]:
+    return block_sizes(policy, config.model.element_bytes)
+
+
+def sample_seconds(resolved: ResolvedConfig, cost: Cost, fit: Fit, rates: Rates) -> float:
+    """Return the time of a sample's rollout and training, where copies of streamed blocks hide
+    behind the computation unless they take longer."""
+    config = resolved.config
+    sampling = config.sampling
+    copy = fit.sizes.forward / rates.copies
+    forward = cost.forward / rates.flops
+    trained = fit.checkpointing.mean(_training_flops(config, cost)) / rates.flops
+
+    rollout = max(forward, copy / sampling.batch_size)
+    # a forward and a backward of the blocks, each of which copies them once
+    training = max(forward, copy / config.train.batch_size)
+    training += max(trained - forward, copy / config.train.batch_size)
+    seconds = sampling.steps * rollout + len(resolved.longest_window) * training
+    return sampling.passes * seconds
+
+
+def _training_flops(config: Config, cost: Cost) -> dict[str, float]:
+    """Return mode of recomputation -> FLOPs of a trained step."""
+    found = {}
+    for mode in MODES:
+        found[mode] = training_flops(
+            cost.forward,
+            cost.attention,
+            cost.block_ends,
+            checkpointing=mode,
+            trains_adapter=config.model.trains_adapter,
+        )
+    return found
+
+
+def _fit_of(
+    resolved: ResolvedConfig,
+    spec: Spec,
+    policy: Policy,
+    usable: float,
+    *,
+    ranks: int,
+    blocks: list[BlockSizes],
+    streamed: int,
+    chosen: CheckpointPlan | None = None,
+) -> Fit:
+    """Fit activations and CUDA graphs beside `streamed` blocks; arguments as of `fit_model`."""
+    config = resolved.config
+    cost = spec.cost(config)
+    joins = _can_stream(config)  # gathered weights are not joined with adapters
+    sizes = stream_sizes(blocks, streamed) if joins else StreamSizes()
+    strategy = resolved.objective.strategy
+    engine = engine_memory(config.model, config.train, strategy, policy, ranks, sizes)
+    room = _training_room(resolved, spec, engine, usable, ranks)
+
+    # a plan's policy is on `meta`
+    graphs = 0.0
+    if policy.device.type != "cpu":
+        graphs = graph_bytes(cost, resolved, streamed)
+    asked = config.model.gradient_checkpointing
+    least = cost.activations[MODES[-1] if asked == "auto" else asked]
+    # nothing if none fits: recomputing for none would be in vain
+    left = room - cost.graphs_within(room - least, graphs)
+    if chosen is not None:
+        checkpointing = chosen
+    elif asked != "auto":
+        checkpointing = CheckpointPlan(asked)
+    else:
+        checkpointing = fastest_that_fits(cost.activations, left, len(blocks))
+    return Fit(
+        streamed=streamed,
+        sizes=sizes,
+        engine=engine,
+        checkpointing=checkpointing,
+        activations=checkpointing.mean(cost.activations),
+        graphs=graphs,
+        room=room,
+    )
+
+
+def graph_bytes(cost: Cost, resolved: ResolvedConfig, streamed: int = 0) -> float:
+    """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
+
+    They do if weights are gathered and released (ZeRO-3) or blocks are streamed, and if ranks share
+    samples, whose exchanges are not recorded.
+    """
+    config = resolved.config
+    stays = not ENGINES[config.train.engine].gathers and streamed == 0
+    alone = config.model.sequence_parallel == 1
+    if not (config.sampling.cuda_graphs and stays and alone):
+        return 0.0
+    return cost.step + MAX_GRAPHS * cost.context
+
+
+def _training_room(
+    resolved: ResolvedConfig, spec: Spec, engine: EngineMemory, usable: float, ranks: int
+) -> float:
+    """Return the bytes for activations and CUDA graphs: what is left beside everything else that
+    the engine and the stored rollouts will take on a rank.
+
+    Args:
+        usable: bytes of the device for weights and training.
+        ranks: number of ranks.
     """
     config = resolved.config
     groups = ranks // config.model.sequence_parallel
-    stored = (
-        {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
-    )
-    engine = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
+    stored: dict[str, float] = {}
+    if not config.sampling.offload_trajectories:
+        _, stored = stored_rollouts(resolved, spec, groups)
     taken = engine.total - engine.weights + sum(stored.values())
     return MEMORY_SHARE * (usable - engine.weights) - taken

@@ -117,6 +117,15 @@ class RewardCaller:
         seconds = self._config.timeout_seconds
         return self._submit(request, lambda backend, own: backend.score(own, seconds))
 
+    def bytes_on(self, device: torch.device) -> int:
+        """Return the bytes of its networks that could leave the device."""
+        return sum(backend.bytes_on(device) for backend in self._backends)
+
+    def park(self, device: torch.device) -> None:
+        """Have its networks on the device only while they score."""
+        for backend in self._backends:
+            backend.park(device)
+
     def _submit(self, request: Request, function: Callable[[Backend, Request], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         if self.in_background:
@@ -394,6 +403,15 @@ class CompositeReward:
             retried=sum(outcome.retried for outcome in outcomes),
             notes=tuple(notes),
         )
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Return the bytes of the rewards' networks in this process that could leave the device."""
+        return sum(caller.bytes_on(device) for caller in self.callers)
+
+    def park(self, device: torch.device) -> None:
+        """Have the networks of rewards in this process on the device only while they score."""
+        for caller in self.callers:
+            caller.park(device)
 
     def close(self) -> None:
         """End its worker processes. What is called in this process goes on working."""

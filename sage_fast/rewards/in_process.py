@@ -16,7 +16,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from sage_fast.rewards.interface import RESERVED_NAMES, Backend, Request
 from sage_fast.rewards.load import score_of
 from sage_fast.util.console import wrapped
 from sage_fast.util.guard import NotPutBack, guarded, seed_random_numbers
+from sage_fast.util.parking import bytes_on, on_device
 from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class InProcess(Backend):
         self.reward = reward
         self.device = device
         self._writes_into_videos = False
+        self._parked: list[nn.Module] = []
+        self._parked_from = torch.device("cpu")
 
     def score(self, request: Request, seconds: float = 0.0) -> dict[str, Tensor]:
         """Score videos; `seconds` has no effect, since nothing can end a call in this process."""
@@ -86,7 +89,8 @@ class InProcess(Backend):
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 # A copy: other rewards, the judge and the saved files get what was decoded.
                 own = videos.to(self.device or videos.device, copy=True)
-                parts = call(self.name, self.reward, dataclasses.replace(request, videos=own))
+                with on_device(self._parked, self._parked_from):
+                    parts = call(self.name, self.reward, dataclasses.replace(request, videos=own))
                 self._note_writes(own, videos)
                 return parts
         except (KeyboardInterrupt, NotPutBack):
@@ -95,6 +99,16 @@ class InProcess(Backend):
             BaseException
         ) as error:  # also what derives from no Exception: cancelled tasks, panics of Rust
             raise RewardFailure(failure(error)) from error
+
+    def bytes_on(self, device: torch.device) -> int:
+        return bytes_on(_distinct(_networks_of(self.reward)), device)
+
+    def park(self, device: torch.device) -> None:
+        for network in _distinct(_networks_of(self.reward)):
+            if bytes_on([network], device):
+                network.to("cpu")
+                self._parked.append(network)
+        self._parked_from = device
 
     def _note_writes(self, own: Tensor, videos: Tensor) -> None:
         """Say once that the reward wrote into its copy of the videos."""
@@ -223,6 +237,10 @@ def _networks_of(reward: Any) -> list[nn.Module]:
         with contextlib.suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
     return [network for value in values for network in _networks_in(value)]
+
+
+def _distinct(networks: Iterable[nn.Module]) -> list[nn.Module]:
+    return [*{id(network): network for network in networks}.values()]
 
 
 def _networks_in(value: Any, depth: int = 3) -> list[nn.Module]:

@@ -100,6 +100,14 @@ class Backend(Protocol):
         """End what runs outside this process; nothing by default."""
         return
 
+    def bytes_on(self, device: torch.device) -> int:
+        """Return the bytes of its networks that could leave the device; 0 by default."""
+        return 0
+
+    def park(self, device: torch.device) -> None:
+        """Have its networks on the device only while it scores; nothing by default."""
+        return
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
@@ -194,6 +202,14 @@ class Scorer(Protocol):
 
     def check_share(self, scores: Scores) -> None:
         """Raise RewardError, on all ranks, if too many of all ranks' `scores` failed."""
+        ...
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Return the bytes of networks in this process that could leave the device."""
+        ...
+
+    def park(self, device: torch.device) -> None:
+        """Have its networks on the device only while they score."""
         ...
 
     def close(self) -> None:

@@ -223,6 +223,7 @@ RULES = (
         why="it decides memory and speed; results differ by rounding at most",
         settings=(
             "model.gradient_checkpointing",
+            "model.stream_blocks",
             "sampling.batch_size",
             "sampling.cuda_graphs",
             "sampling.offload_trajectories",

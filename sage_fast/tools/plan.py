@@ -39,8 +39,8 @@ from sage_fast.models.load import meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
-from sage_fast.parallel.engine_memory import EngineMemory, engine_memory
-from sage_fast.parallel.fit import fit_training, training_room
+from sage_fast.parallel.engine_memory import engine_memory
+from sage_fast.parallel.fit import Fit, fit_beside
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.load import check_prompts, dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings, method_of
@@ -48,6 +48,7 @@ from sage_fast.run.train import check_here
 from sage_fast.run_folder import RunFolder
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.captions import PromptKey
+from sage_fast.util.cards import planned_rates
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 from sage_fast.util.errors import UserError
@@ -194,17 +195,10 @@ def plan(
     cost = spec.cost(config)
     latent = spec.latent_shape(config.sampling)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    engine = engine_memory(model, train, resolved.objective.strategy, policy, ranks)
-    checkpointing, memory = _memory(
-        resolved,
-        spec,
-        policy,
-        engine,
-        ranks=ranks,
-        gpu_memory=gpu_memory,
-        chosen=chosen,
-        rewards=rewards,
+    fit, memory = _memory(
+        resolved, spec, policy, ranks=ranks, gpu_memory=gpu_memory, chosen=chosen, rewards=rewards
     )
+    checkpointing = fit.checkpointing
     forwards, busiest_rollout = _forwards(resolved, ranks // sharing)
     work = flops(
         cost,
@@ -235,7 +229,7 @@ def plan(
         memory=memory,
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
-        in_host_memory=engine.in_host_memory,
+        in_host_memory=fit.engine.in_host_memory,
         loaded=float(model.element_bytes * (base + cost.decoder_weights)),
         checkpoint=checkpoint_bytes(model, train, resolved.objective.strategy, policy),
         disk=_disk(config, resolved.objective.strategy, policy),
@@ -266,15 +260,14 @@ def _memory(
     resolved: ResolvedConfig,
     spec: Spec,
     policy: Policy,
-    engine: EngineMemory,
     *,
     ranks: int,
     gpu_memory: float,
     chosen: CheckpointPlan | None,
     rewards: Mapping[str, float | None],
-) -> tuple[CheckpointPlan, dict[str, float]]:
-    """Return what a backward recomputes, and part -> bytes on each GPU while it trains; arguments
-    as of `plan`."""
+) -> tuple[Fit, dict[str, float]]:
+    """Return what is streamed and what a backward recomputes, and part -> bytes on each GPU while
+    it trains; arguments as of `plan`."""
     config = resolved.config
     model, sharing = config.model, config.model.sequence_parallel
     cost = spec.cost(config)
@@ -284,10 +277,19 @@ def _memory(
     for name, size in rewards.items():
         if size:
             others[name] = size
-    room = training_room(resolved, spec, policy, gpu_memory - sum(others.values()), ranks=ranks)
-    checkpointing, graphs = fit_training(resolved, policy, cost, room, chosen)
-    activations = checkpointing.mean(cost.activations)
-    graphs = cost.graphs_within(room - activations, graphs)
+    fit, parked = fit_beside(
+        resolved,
+        spec,
+        policy,
+        gpu_memory,
+        others,
+        ranks=ranks,
+        rates=planned_rates(gpu_memory),
+        chosen=chosen,
+    )
+    for name in parked:
+        del others[name]
+    graphs = cost.graphs_within(fit.room - fit.activations, fit.graphs)
 
     _, stored = stored_rollouts(resolved, spec, ranks // sharing)
     if not config.sampling.offload_trajectories:
@@ -295,8 +297,8 @@ def _memory(
     if graphs:
         others["CUDA graphs"] = graphs
     chooses = "auto chooses" if model.gradient_checkpointing == "auto" else "checkpointing"
-    of_activations = {f"activations, {chooses} {checkpointing}": activations}
-    return checkpointing, engine.by_label() | others | of_activations
+    of_activations = {f"activations, {chooses} {fit.checkpointing}": fit.activations}
+    return fit, fit.engine.by_label() | others | of_activations
 
 
 def _disk(config: Config, strategy: KLStrategy, policy: Policy) -> dict[str, float]:

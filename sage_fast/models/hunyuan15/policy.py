@@ -42,6 +42,13 @@ class HunyuanVideo15Policy(Policy):
     def sharded_units(self) -> list[Sequence[nn.Module]]:
         return [list(self.forward.adaln), list(self.forward.blocks)]
 
+    def streamed_units(self, chosen: Sequence[int]) -> list[Sequence[nn.Module]]:
+        adaln = []  # a third of a block's weights, read once a schedule
+        for index in chosen:
+            block: Any = self.transformer.transformer_blocks[index]
+            adaln += [block.norm1.linear, block.norm1_context.linear]
+        return [adaln, [self.forward.blocks[index] for index in chosen]]
+
     def refresh(self) -> None:
         self.forward.refresh()
 

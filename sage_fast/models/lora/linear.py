@@ -16,7 +16,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,10 @@ def padding_for(rank: int, bytes_per_value: int) -> int:
     return -(-rank // 64) * 64 if bytes_per_value == 2 else rank
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Adapter(NamedTuple):
     down: Tensor  # A [r, d_in]
     up: Tensor  # B [d_out, r]
@@ -61,6 +65,8 @@ class FusedLinear(nn.Module):
 
     Attributes:
         pad: columns that x must have on its right (`padding_for` the adapters); 0 without adapters.
+        before_write: called before `refresh` writes into the buffer, which may be in host memory
+            while copies of it are under way (models/streaming.py).
     """
 
     def __init__(self, parent: nn.Module, *names: str) -> None:
@@ -73,6 +79,7 @@ class FusedLinear(nn.Module):
         self._columns: list[tuple[int, int, float]] = []
         self._buffer = self._bias = torch.empty(0)
         self._seen: list[object] = []
+        self.before_write: Callable[[], None] = _nothing
 
     @property
     def layers(self) -> list[Any]:
@@ -113,6 +120,7 @@ class FusedLinear(nn.Module):
             return
         if not self._is_joined(bases, adapters):
             self._join(bases, adapters)
+        self.before_write()
         height, width = (size - self.pad for size in self._buffer.shape)
         row, column = 0, 0
         self._columns = []
@@ -129,6 +137,30 @@ class FusedLinear(nn.Module):
             row = rows.stop
         self._adapters = adapters
         self._seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
+
+    def buffer_shape(self, itemsize: int) -> tuple[int, int] | None:
+        """Return the shape of the buffer for the present adapters, with values of `itemsize` bytes;
+        None without adapters."""
+        ranks = [len(adapter.down) for adapter in map(_adapter, self.layers) if adapter is not None]
+        if not ranks:
+            return None
+        pad = padding_for(sum(ranks), itemsize)
+        height = sum(len(weight) for weight in self.weights)
+        return height + pad, self.weights[0].shape[1] + pad
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The layers' own weights; with adapters, views of the buffer."""
+        return [_base(layer).weight for layer in self.layers]
+
+    def move(self, buffer: Tensor) -> None:
+        """Use another buffer, which holds the same values; the layers' weights become views of
+        it."""
+        rows = [len(weight) for weight in self.weights]
+        width = buffer.shape[1] - self.pad
+        for weight, part in zip(self.weights, buffer[: sum(rows)].split(rows)):
+            weight.data = part[:, :width]
+        self._buffer = buffer
 
     def _is_joined(self, bases: list[Any], adapters: list[_Adapter | None]) -> bool:
         """Whether `_buffer` is laid out for these adapters and its left part is still the layers'
@@ -148,7 +180,9 @@ class FusedLinear(nn.Module):
         self.pad = padding_for(sum(len(a.down) for a in adapters if a is not None), like.itemsize)
         rows = [base.out_features for base in bases]
         self._buffer = like.new_zeros(sum(rows) + self.pad, width + self.pad)
-        self._bias = like.new_zeros(sum(rows))
+        # a matrix may be in host memory, and never a bias
+        devices = [base.bias.device for base in bases if base.bias is not None]
+        self._bias = like.new_zeros(sum(rows), device=devices[0] if devices else like.device)
         for base, part in zip(bases, self._buffer[: sum(rows)].split(rows)):
             part[:, :width].copy_(base.weight)
             base.weight.data = part[:, :width]
