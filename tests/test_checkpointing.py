@@ -26,6 +26,7 @@ from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from sage_fast.models.load import meta_policy
 from sage_fast.models.model import Model
+from sage_fast.models.streaming import block_sizes, stream_sizes
 from sage_fast.parallel import fit
 from sage_fast.testbed.tiny_model import Testbed
 from sage_fast.tools.plan import plan
@@ -440,6 +441,7 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
     assert needs == sorted(needs, reverse=True)
     trained = sum(p.numel() for p in model.policy.parameters().values())
     coming = (4 + 8) * trained  # gradients, and the two moments of AdamW
+    coming += adapter_copies(model)
     for mode, need in zip(MODES, needs):
         slower = MODES[min(MODES.index(mode) + 1, 2)]
         for spare, expected in (
@@ -451,6 +453,11 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
             assert fit.choose_checkpointing(ResolvedConfig(config), model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
     assert fit.choose_checkpointing(ResolvedConfig(asked), model)[0] == CheckpointPlan("attention")
+
+
+def adapter_copies(model: Model) -> int:
+    """Bytes of the adapters' copies in the buffers of fused linears, in float32."""
+    return stream_sizes(block_sizes(model.policy, 4), 0).copies
 
 
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +473,8 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         sum(p.numel() for p in model.policy.parameters().values()),
     )
     graphs = fit.graph_bytes(cost, ResolvedConfig(config))
-    free = (cost.activations["none"] + graphs + 12 * trained - 1) / fit.MEMORY_SHARE
+    taken = 12 * trained + adapter_copies(model)
+    free = (cost.activations["none"] + graphs + taken - 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
     chosen, left = fit.choose_checkpointing(ResolvedConfig(config), model)
@@ -494,7 +502,8 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(
         sum(p.numel() for p in model.policy.parameters().values()),
     )
     assert cost.step > cost.activations["none"] - cost.activations["full"]
-    free = (cost.activations["none"] + 12 * trained + 1) / fit.MEMORY_SHARE
+    taken = 12 * trained + adapter_copies(model)
+    free = (cost.activations["none"] + taken + 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
     chosen, left = fit.choose_checkpointing(ResolvedConfig(config), model)

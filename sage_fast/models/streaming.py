@@ -187,7 +187,9 @@ def _planned_size(module: nn.Module, itemsize: int, alignment: int = ALIGNMENT) 
     total = 0
     joined = set()
     for part in module.modules():
-        shape = part.buffer_shape(itemsize) if isinstance(part, FusedLinear) else None
+        if not isinstance(part, FusedLinear):
+            continue
+        shape = part.buffer_shape(itemsize)
         if shape is not None:
             total += _aligned(math.prod(shape) * itemsize, alignment)
             joined |= {id(weight) for weight in part.weights}
@@ -348,7 +350,7 @@ class BlockStream:
     Attributes:
         count: as given.
         host_bytes: page-locked memory.
-        device_bytes: slots, and copies of adapters that the loaded weights do not count.
+        sizes: bytes by the plan.
         copied_bytes: bytes that copies have brought to the device.
     """
 
@@ -369,8 +371,7 @@ class BlockStream:
         self.host_bytes = _pack_into_host_memory(units, pinned=device.type == "cuda")
         size = max(_size(unit.places) for unit in units)
         self._slots = [_Slot(size, device) for _ in range(SLOTS)]
-        sizes = stream_sizes(blocks, count)
-        self.device_bytes = sizes.slots + sizes.copies
+        self.sizes = stream_sizes(blocks, count)
         for module in modules:
             for part in module.modules():
                 if isinstance(part, FusedLinear):

@@ -179,11 +179,10 @@ def choose_checkpointing(resolved: ResolvedConfig, model: Model) -> tuple[Checkp
     gradients are the same.
     """
     policy, cost = model.policy, model.spec.cost(resolved.config)
-    device, stream = policy.device, policy.stream
-    usable = free_bytes(device)
-    usable += sum(p.nbytes for _, p in policy.named_parameters() if p.device == device)
+    usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
+    stream = policy.stream
     if stream is not None:
-        usable += stream.device_bytes
+        usable += stream.sizes.slots + stream.sizes.copies - stream.sizes.leaving
     fit = _fit_of(
         resolved,
         model.spec,
