@@ -280,6 +280,7 @@ def _load_model(
         spec=spec,
         streamed=placement.streamed,
     )
+    model.parked = [*placement.parked]
     if AUTOENCODER in placement.parked:
         model.decoder = ParkedDecoder(model.decoder, local_device())
     plan, left = choose_checkpointing(resolved, model)

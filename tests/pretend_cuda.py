@@ -10,8 +10,9 @@ wait for the device, during a graph capture. Outside a capture, copies and waits
 operators: a replay runs them again on the same memory, without Python. Numbers come from the CPU's
 operators, so they can be compared bit for bit.
 
-It cannot see races between streams, memory that is freed too early, or kernels (tests/ops runs
-Triton's). Within the block, every backward pass counts as one on the device.
+It sees races between streams only over memory that an asynchronous copy from the host fills
+(`Order`). It cannot see memory that is freed too early, or kernels (tests/ops runs Triton's).
+Within the block, every backward pass counts as one on the device.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import functools
 import itertools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,27 +179,141 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """A stream or an event.
+    """A stream. Everything is done when its call returns; `Order` knows what a GPU could do later.
 
-    Everything is done when its call returns, so there is nothing to order.
+    Attributes:
+        seen: stream -> the number of its operators that are surely done before the next one here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self.seen: Counter[Stream] = Counter()
 
-    def _nothing(self, *args: Any) -> None:
-        pass
+    def wait_stream(self, stream: Stream) -> None:
+        self.seen |= stream.seen
 
-    wait_stream = wait_event = record = _nothing
+    def wait_event(self, event: StreamEvent) -> None:
+        self.seen |= event.seen
 
-    def record_event(self) -> Stream:
-        return Stream()
+    def record_event(self) -> StreamEvent:
+        event = StreamEvent()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         _active().note("wait", "synchronize")
+        _active().order.done |= self.seen
 
-    def elapsed_time(self, end: Stream) -> float:
+
+class StreamEvent:
+    """An event: what is done when a stream has come to it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: Counter[Stream] = Counter()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.seen = Counter((stream or _active().order.current).seen)
+
+    def synchronize(self) -> None:
+        _active().note("wait", "synchronize")
+        _active().order.done |= self.seen
+
+    def elapsed_time(self, end: StreamEvent) -> float:
         return 1.0
+
+
+class Order:
+    """The order of operators on several streams, for memory to which an asynchronous copy from the
+    host has written, and for the host memory that it reads.
+
+    Raises for what a GPU could do in another order: an operator that reads or writes memory before
+    another stream's write to it is surely done, or writes it before another stream's read is.
+
+    Attributes:
+        current: the stream of operators.
+        done: as `Stream.seen`, for the host.
+    """
+
+    def __init__(self) -> None:
+        self.current = Stream()
+        self.done: Counter[Stream] = Counter()
+        self._default = self.current
+        self._accesses: dict[int, list[tuple[Stream, int, bool]]] = {}
+
+    @contextlib.contextmanager
+    def within(self, stream: Stream | None) -> Iterator[None]:
+        """Let operators be those of a stream; None: of the present one."""
+        before = self.current
+        self.current = stream or before
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def copy_begins(self, target: Tensor, source: Tensor) -> None:
+        """Begin to watch the memory of an asynchronous copy. All earlier operators of the default
+        stream may have used its target."""
+        earlier = (self._default, self._default.seen[self._default], True)
+        self._accesses.setdefault(_storage(target), [earlier])
+        self._accesses.setdefault(_storage(source), [])
+
+    def operator(self, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Check an operator of the present stream, and note it.
+
+        Raises:
+            RuntimeError: its order is not certain.
+        """
+        stream = self.current
+        stream.seen[stream] += 1
+        self._check(name, reads, writes, stream.seen, stream)
+
+    def on_host(self, name: str, writes: Iterable[Tensor]) -> None:
+        """Check an operator of the host.
+
+        Raises:
+            RuntimeError: a copy may still read what it writes.
+        """
+        self._check(name, [], writes, self.done, None)
+
+    def everything(self) -> Counter[Stream]:
+        """Return what is done once all streams are idle."""
+        found = Counter(self.current.seen)
+        for accesses in self._accesses.values():
+            for stream, _, _ in accesses:
+                found |= stream.seen
+        return found
+
+    def _check(
+        self,
+        name: str,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        seen: Counter[Stream],
+        stream: Stream | None,
+    ) -> None:
+        if not self._accesses:
+            return
+        kinds = {_storage(tensor): False for tensor in reads}
+        kinds |= {_storage(tensor): True for tensor in writes}
+        for at, is_write in kinds.items():
+            accesses = self._accesses.get(at)
+            if accesses is None:
+                continue
+            for other, number, was_write in accesses:
+                if (is_write or was_write) and seen[other] < number:
+                    present = "written" if is_write else "read"
+                    earlier = "writes" if was_write else "reads"
+                    raise RuntimeError(
+                        f"{name}: memory is {present} while another stream perhaps still "
+                        f"{earlier} it at {_place()}"
+                    )
+            if stream is not None:
+                newest = (stream, seen[stream], is_write)
+                # what a write comes after needs no further check
+                self._accesses[at] = [newest] if is_write else [*accesses, newest]
+
+
+def _storage(tensor: Tensor) -> int:
+    return _host_of(tensor).untyped_storage().data_ptr()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +361,7 @@ class PretendCuda(TorchDispatchMode):
     Attributes:
         events: copies by the host, and its waits.
         captures: number of captured graphs.
+        order: of operators on several streams.
     """
 
     def __init__(self, memory: int = 80 * 2**30) -> None:
@@ -256,6 +373,7 @@ class PretendCuda(TorchDispatchMode):
         self._capture: Graph | None = None
         self._cached = self._kept = 0
         self._pinned: list[Tensor] = []
+        self.order = Order()
         self._patches = contextlib.ExitStack()
 
     # -- the block ---------------------------------------------------------------------------------
@@ -299,7 +417,6 @@ class PretendCuda(TorchDispatchMode):
 
     def _runtime(self) -> dict[str, Any]:
         """Replacements for functions of `torch.cuda`, by name."""
-        current = Stream()
         return {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -322,12 +439,12 @@ class PretendCuda(TorchDispatchMode):
             "max_memory_allocated": lambda device=None: self._cached + self._kept,
             "reset_peak_memory_stats": lambda device=None: None,
             "empty_cache": self._empty_cache,
-            "synchronize": lambda device=None: self.note("wait", "synchronize"),
+            "synchronize": self._synchronize,
             "Stream": Stream,
-            "Event": Stream,
-            "current_stream": lambda device=None: current,
-            "stream": contextlib.nullcontext,
-            "set_stream": lambda stream: None,
+            "Event": StreamEvent,
+            "current_stream": lambda device=None: self.order.current,
+            "stream": self.order.within,
+            "set_stream": lambda stream: setattr(self.order, "current", stream),
             "graph_pool_handle": lambda: (0, 0),
             "CUDAGraph": Graph,
             "graph": self._graph,
@@ -378,12 +495,14 @@ class PretendCuda(TorchDispatchMode):
         if func.overloadpacket is aten._pin_memory:
             func, pinned, args, kwargs = aten.clone.default, True, args[:1], {}
         if not on_device:
+            self.order.on_host(str(func), _written_tensors(func, args, kwargs))
             out = func(*args, **kwargs)
             if pinned:
                 self._pinned.append(out)
             return out
 
         self._check(func, args, kwargs, tensors)
+        self._follow(func, args, kwargs, tensors)
         if "device" in kwargs:
             kwargs["device"] = HOST
         call = Call(
@@ -441,6 +560,29 @@ class PretendCuda(TorchDispatchMode):
         if others and not (allowed and all(other.ndim == 0 for other in others)):
             where = [f"{tensor.device.type} {list(tensor.shape)}" for tensor in tensors]
             raise RuntimeError(f"{name}: tensors on two devices at {_place()}: {', '.join(where)}")
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
+        """Tell `order` of an operator on the device; a view touches no memory."""
+        writes = _written_tensors(func, args, kwargs)
+        if not writes and any(result.alias_info is not None for result in func._schema.returns):
+            return
+        reads = [tensor for tensor in tensors if all(tensor is not other for other in writes)]
+        if func.overloadpacket is aten.copy_:
+            target, source = args[:2]
+            comes_from_host = isinstance(target, CudaTensor) and not isinstance(source, CudaTensor)
+            if comes_from_host and self._is_pinned(source):
+                self.order.copy_begins(target, source)
+            if not isinstance(target, CudaTensor):
+                # the host waits for it, unless it is asynchronous, which nothing here is
+                self.order.on_host(str(func), [target])
+                writes = []
+        self.order.operator(str(func), reads, writes)
+
+    def _synchronize(self, device: object = None) -> None:
+        self.note("wait", "synchronize")
+        self.order.done |= self.order.everything()
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         at = tensor.untyped_storage().data_ptr()
@@ -602,6 +744,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"{func} changes the shape of a tensor in place"
     )
     return written[0] if len(written) == 1 else written or None
+
+
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes to in place."""
+    found = []
+    for argument, value in itertools.zip_longest(func._schema.arguments, args):
+        alias = None if argument is None else argument.alias_info
+        if alias is not None and alias.is_write:
+            found.append(kwargs.get(argument.name, value))
+    return _tensors(found)
 
 
 def _called_by_autograd() -> bool:

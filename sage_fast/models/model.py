@@ -25,6 +25,7 @@ class Model:
         attention_milliseconds: measured time per backend; empty if there was no choice.
         notes: what the user should know about this checkpoint and machine, one sentence each.
         checkpointing: what the backward recomputes.
+        parked: what is on the device only while it is used, such as the autoencoder.
     """
 
     spec: Spec
@@ -34,6 +35,7 @@ class Model:
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     checkpointing: CheckpointPlan = NO_RECOMPUTE
+    parked: list[str] = dataclasses.field(default_factory=list)
 
     def set_checkpointing(self, chosen: CheckpointPlan) -> None:
         """Set what the backward recomputes."""

@@ -15,7 +15,7 @@ from sage_fast.run.messages import method_of
 from sage_fast.run_folder import RunFolder
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import wrapped
-from sage_fast.util.environment import command_line, environment, peak_flops
+from sage_fast.util.environment import command_line, environment, format_bytes, peak_flops
 from sage_fast.util.files import write_json
 from sage_fast.util.ranks import rank, world_size
 from sage_fast.util.text import counted
@@ -44,6 +44,7 @@ def describe(
             parameters += shape(parameter).numel()
     trainable = sum(shape(parameter).numel() for parameter in trainer.engine.parameters)
 
+    stream = trainer.policy.stream
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(sys.argv),
         "checkpoint": checkpoint,
@@ -54,6 +55,8 @@ def describe(
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
         "gradient_checkpointing": str(trainer.model.checkpointing),
+        "streamed_blocks": 0 if stream is None else stream.count,
+        "parked": trainer.model.parked,
         "engine": trainer.config.train.engine,
         "parameters": parameters,
         "trainable_parameters": trainable,
@@ -75,6 +78,7 @@ def describe(
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",
         f"gradient checkpointing: {facts['gradient_checkpointing']}",
+        *_kept_off_the_device(trainer),
         *_named_things(trainer),
         *(f"note: {note}" for note in facts["notes"]),
     ]
@@ -86,6 +90,19 @@ def describe(
     for line in lines:
         log.info(wrapped(line))
     return facts
+
+
+def _kept_off_the_device(trainer: Trainer) -> list[str]:
+    """Return what is on the device only while it is used."""
+    lines = []
+    stream = trainer.policy.stream
+    if stream is not None:
+        host = format_bytes(stream.host_bytes)
+        blocks = len(trainer.policy.block_list())
+        lines.append(f"streamed blocks: {stream.count} of {blocks}, {host} in host memory")
+    if trainer.model.parked:
+        lines.append(f"in host memory while training: {', '.join(trainer.model.parked)}")
+    return lines
 
 
 def _named_things(trainer: Trainer) -> list[str]:

@@ -182,7 +182,8 @@ class FusedLinear(nn.Module):
         self._buffer = like.new_zeros(sum(rows) + self.pad, width + self.pad)
         # a matrix may be in host memory, and never a bias
         devices = [base.bias.device for base in bases if base.bias is not None]
-        self._bias = like.new_zeros(sum(rows), device=devices[0] if devices else like.device)
+        device = devices[0] if devices else like.device
+        self._bias = torch.zeros(sum(rows), dtype=like.dtype, device=device)
         for base, part in zip(bases, self._buffer[: sum(rows)].split(rows)):
             part[:, :width].copy_(base.weight)
             base.weight.data = part[:, :width]
