@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from sage_fast.data.prompts import (
 )
 from sage_fast.models.decoder import ParkedDecoder
 from sage_fast.models.find import find_spec
-from sage_fast.models.interface import Condition
+from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.models.spec import Spec
@@ -48,6 +49,7 @@ from sage_fast.rewards.objects import name_rewards
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.util.captions import Caption, PromptKey
+from sage_fast.util.environment import free_bytes
 from sage_fast.util.files import fingerprint
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import (
@@ -141,13 +143,16 @@ class Setup:
         configured = self.config.data.embedding_cache
         folder = Path(configured) if configured else cache
         spec, sampling = self.model.spec, self.config.sampling
-        found = encode_cached(
-            self.captions,
-            lambda: self.model.load_encoder(sampling),
-            folder,
-            cache_key(spec, self.config.model.dtype, folder, sampling),
-            spec.condition,
-        )
+        version = cache_key(spec, self.config.model.dtype, folder, sampling)
+        with contextlib.ExitStack() as away:
+
+            def load() -> Encoder:
+                device = self.model.policy.device
+                if device.type != "cpu" and free_bytes(device) < spec.encoder_bytes:
+                    away.enter_context(self.model.off_device())
+                return spec.load_encoder(self.model.policy.dtype, device, sampling)
+
+            found = encode_cached(self.captions, load, folder, version, spec.condition)
         self.embeddings = {}
         for key, made in found.items():
             negative = PromptKey(self.negatives.get(key, ""), key.image)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import REFERENCE
@@ -11,6 +13,8 @@ from sage_fast.models.decoder import Decoder
 from sage_fast.models.interface import Encoder
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import Spec
+from sage_fast.models.streaming import fused_linears
+from sage_fast.util.parking import off_device
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,6 +50,15 @@ class Model:
             blocks = getattr(network, self.policy.blocks)
             first = blocks[: -(-chosen.count * len(blocks) // chosen.blocks)]
             set_checkpointing(network, chosen.mode, others=others, first=first)
+
+    @contextlib.contextmanager
+    def off_device(self) -> Iterator[None]:
+        """Have the weights in host memory within the block, for encoders that need the device."""
+        policy, device = self.policy, self.policy.device
+        for linear in fused_linears(policy):
+            linear.release(device)
+        with off_device([*policy.networks.values(), self.decoder.vae], device):
+            yield
 
     def load_encoder(self, sampling: SamplingConfig) -> Encoder:
         """Load the encoders; dropping the returned function releases them.

@@ -110,6 +110,8 @@ class Spec:
         text_tokens: assumed prompt length while none is known.
         lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular
             expression.
+        encoder_bytes: what the encoders take on a device: where less is free, the model leaves the
+            device while prompts are encoded.
         prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model;
             files always do.
         lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a
@@ -129,6 +131,7 @@ class Spec:
     randoms: ClassVar[tuple[str, ...]] = ()
     fps: ClassVar[int] = 24
     text_tokens: ClassVar[int] = 200
+    encoder_bytes: ClassVar[float] = 0.0
     prompt_sets: ClassVar[tuple[str, ...]] = ()
     lora_layouts: ClassVar[Mapping[str, Callable[[str], ExportTarget]]] = {}
     set_guidance: ClassVar[str] = ""

@@ -154,6 +154,15 @@ class BlockSizes:
     largest: int
 
 
+def fused_linears(policy: Policy) -> list[FusedLinear]:
+    """Return the fused linears of all blocks."""
+    found = []
+    for chain in policy.streamed_units(range(len(policy.block_list()))):
+        for unit in chain:
+            found += [part for part in unit.modules() if isinstance(part, FusedLinear)]
+    return found
+
+
 def block_sizes(policy: Policy, itemsize: int) -> list[BlockSizes]:
     """Return the bytes of each block, with frozen weights of `itemsize` bytes an element.
 

@@ -163,6 +163,7 @@ class Testbed(HunyuanVideo15):
     license = None
     fps = 8
     text_tokens = 8  # every prompt has this length
+    encoder_bytes = 0.0
     image_tokens = 4
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)

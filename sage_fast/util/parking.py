@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -20,6 +20,28 @@ def on_device(networks: Sequence[nn.Module], device: torch.device) -> Iterator[N
     finally:
         for network in networks:
             network.to("cpu")
+
+
+@contextlib.contextmanager
+def off_device(networks: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Have what networks hold on the device in host memory within the block; what was there before
+    stays."""
+    moved: set[int] = set()
+
+    def leave(tensor: Tensor) -> Tensor:
+        if tensor.device != device:
+            return tensor
+        left = tensor.to("cpu")
+        moved.add(left.data_ptr())
+        return left
+
+    for network in networks:
+        network._apply(leave)
+    try:
+        yield
+    finally:
+        for network in networks:
+            network._apply(lambda t: t.to(device) if t.data_ptr() in moved else t)
 
 
 def bytes_on(networks: Sequence[nn.Module], device: torch.device) -> int:

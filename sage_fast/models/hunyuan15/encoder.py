@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import diffusers
 import torch
 import transformers
@@ -28,7 +30,7 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.file_download import repo_folder_name
 from PIL import Image
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable, stated_config
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
@@ -41,6 +43,7 @@ from sage_fast.util.encoders import (
     load_tokenizer,
     reading,
 )
+from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import UserError, first_line, reason
 from sage_fast.util.images import read_image
 
@@ -62,6 +65,8 @@ ENCODING = 1
 TRIAL = Caption('"word"')
 """What the text encoders are tried with; ByT5 reads what is in quotes."""
 
+ENCODER_SHARE = 0.9
+"""Share of the free memory that encoders may take; the rest is for their activations."""
 BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
 """Bytes of English per token of the published tokenizer, and the length at which the pipeline
 truncates a prompt."""
@@ -117,12 +122,31 @@ def load_encoder(
     with reading(start, "tokenizer"):
         _check_tokens(pipeline)
     networks = [*ENCODERS, "image_encoder", "vae"] if size is not None else [*ENCODERS]
-    for part in networks:
-        parts[part].to(device)
+    free = math.inf if device.type == "cpu" else free_bytes(device)
+    place([parts[part] for part in networks], device, free)
     _try_texts(pipeline, start, device, widths)
     if size is not None:
         try_images(pipeline, start, size, device, dtype)
     return lambda caption: _encode(pipeline, caption, device, size)
+
+
+def place(networks: Sequence[nn.Module], device: torch.device, free: float) -> None:
+    """Move encoders to the device; if they are larger than its free memory, the largest stays in
+    host memory, and its layers come to the device one by one for each prompt.
+
+    accelerate's hooks do that; the numbers are the same.
+
+    Args:
+        free: bytes of free memory.
+    """
+    sizes = [sum(p.nbytes for p in network.parameters()) for network in networks]
+    largest = networks[sizes.index(max(sizes))]
+    is_short = sum(sizes) > ENCODER_SHARE * free
+    for network in networks:
+        if network is largest and is_short:
+            accelerate.cpu_offload(network, device)
+        else:
+            network.to(device)
 
 
 def _class_names(index: Any, size: tuple[int, int] | None) -> dict[str, str]:

@@ -79,6 +79,7 @@ class HunyuanVideo15(Spec):
         *FEW_BLOCKS,
         "random:hunyuanvideo15-480p-i2v",
     )
+    encoder_bytes = 17e9  # Qwen2.5-VL and ByT5 in 16 bits
     lora_targets = (
         r"transformer_blocks\.\d+\."
         r"(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"

@@ -153,6 +153,15 @@ class FusedLinear(nn.Module):
         """The layers' own weights; with adapters, views of the buffer."""
         return [_base(layer).weight for layer in self.layers]
 
+    def release(self, device: torch.device) -> None:
+        """Forget a buffer on the device, so that the layers' weights alone hold its memory;
+        `refresh` makes another one."""
+        self._seen = []
+        if self._buffer.device == device:
+            self.pad = 0
+            self._adapters = []
+            self._buffer = self._bias = torch.empty(0)
+
     def move(self, buffer: Tensor) -> None:
         """Use another buffer, which holds the same values; the layers' weights become views of
         it."""
