@@ -17,19 +17,23 @@ from sage_fast.tools.plan import (
     MOST_CPU_SECONDS,
     iteration_flops,
     plan_of_run,
+    run_copies,
     run_flops,
     seconds_on_a_gpu,
     seconds_on_cpu,
 )
 
 GPUS = {
+    "hunyuanvideo15-24gb": (1,),
     "hunyuanvideo15-480p": (1, 8),
     "hunyuanvideo15-480p-full": (8, 64),
     "official-480p": (64,),
 }
 """Configuration -> numbers of GPUs that its plans are for."""
 DEFAULT_GPUS = (8,)
-GPU_BYTES = 80e9
+GIGABYTES = {"hunyuanvideo15-24gb": 24}
+"""Configuration -> memory of the GPUs that its plans are for."""
+DEFAULT_GIGABYTES = 80
 GIB = 2**30
 DIGITS = 4
 
@@ -38,7 +42,8 @@ def plans_of(name: str) -> list[dict[str, Any]]:
     """Return the plans of a shipped configuration."""
     config = load(FOLDER / f"{name}.yaml")
     spec = find_spec(config.model.path)
-    planned = plan_of_run(config, spec, ranks=1, gpu_memory=GPU_BYTES)
+    gigabytes = GIGABYTES.get(name, DEFAULT_GIGABYTES)
+    planned = plan_of_run(config, spec, ranks=1, gpu_memory=1e9 * gigabytes)
     run_seconds = seconds_on_cpu(run_flops(planned))
     if run_seconds <= MOST_CPU_SECONDS:
         of_cpu = {part: size for part, size in planned.memory.items() if part != "CUDA graphs"}
@@ -49,18 +54,19 @@ def plans_of(name: str) -> list[dict[str, Any]]:
             "run_minutes": rounded(run_seconds / 60),
         }
         return [cpu]
-    return [gpu_plan(config, spec, count) for count in GPUS.get(name, DEFAULT_GPUS)]
+    return [gpu_plan(config, spec, count, gigabytes) for count in GPUS.get(name, DEFAULT_GPUS)]
 
 
-def gpu_plan(config: Config, spec: Spec, count: int) -> dict[str, Any]:
-    """Return the plan of a run on `count` GPUs."""
-    planned = plan_of_run(config, spec, ranks=count, gpu_memory=GPU_BYTES)
+def gpu_plan(config: Config, spec: Spec, count: int, gigabytes: int) -> dict[str, Any]:
+    """Return the plan of a run on `count` GPUs of `gigabytes`."""
+    planned = plan_of_run(config, spec, ranks=count, gpu_memory=1e9 * gigabytes)
     # In no memory, `auto` recomputes as much as it can.
     least = plan_of_run(config, spec, ranks=count, gpu_memory=1.0)
-    iteration = seconds_on_a_gpu(iteration_flops(planned))
-    whole_run = seconds_on_a_gpu(run_flops(planned))
+    iteration = seconds_on_a_gpu(iteration_flops(planned), planned.copies, planned.card)
+    whole_run = seconds_on_a_gpu(run_flops(planned), run_copies(planned), planned.card)
     return {
         "gpus": count,
+        "gpu_gigabytes": gigabytes,
         "iterations": planned.iterations,
         "memory_gib": rounded(sum(planned.memory.values()) / GIB),
         "least_memory_gib": rounded(sum(least.memory.values()) / GIB),

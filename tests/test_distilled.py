@@ -30,7 +30,7 @@ from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.run.messages import config_warnings
 from sage_fast.testbed.tiny_model import TestbedTransformer
-from sage_fast.tools.plan import dry_run
+from sage_fast.tools.dry_run import dry_run
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, BrightnessReward, embeddings, keys_of, settings

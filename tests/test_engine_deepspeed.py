@@ -23,7 +23,8 @@ from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import TrainingState, save_checkpoint, save_training_state
 from sage_fast.run_folder import read_scores
-from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
+from sage_fast.tools.plan import Plan, plan, reward_sizes
+from sage_fast.tools.plan_text import format_plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import read_json, read_metrics

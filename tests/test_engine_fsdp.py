@@ -24,7 +24,8 @@ from sage_fast.config.rank_checks import check_choices
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
 from sage_fast.run.checkpoint import TrainingState, save_training_state
-from sage_fast.tools.plan import format_plan, plan
+from sage_fast.tools.plan import plan
+from sage_fast.tools.plan_text import format_plan
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown

@@ -312,19 +312,19 @@ def test_a_configuration_says_on_what_evidence(name: str) -> None:
 def test_init_lists_what_it_can_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines[:-4] if not line.startswith(" ")] == sorted(SHIPPED)
+    assert [line for line in lines[:-5] if not line.startswith(" ")] == sorted(SHIPPED)
     place = lines.index("paper-480p")
     assert lines[place + 1 : place + 3] == [
         "  SAGE-GRPO as the paper states it, else our defaults",
         "  Evidence: never run",
     ]
-    assert lines[place + 3].startswith("  Plan: 8 GPUs, ")
+    assert lines[place + 3].startswith("  Plan: 8 GPUs of 80 GB, ")
     demo = lines[lines.index("demo") + 3]
     assert re.fullmatch(
         r"  Plan: two CPU cores, tensors of \S+ GiB, an iteration \S+ s, \S+ iterations \S+ min",
         demo,
     )
-    assert any(line.startswith("  Plan: 1 GPU, ") for line in lines)
+    assert any(line.startswith("  Plan: 1 GPU of 24 GB, ") for line in lines)
     for wrong in (["--list", str(tmp_path / "new")], []):
         assert main(["init", *wrong]) == 2
         assert "expected" in capsys.readouterr().err

@@ -35,21 +35,26 @@ from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.tools.dry_run import dry_run
 from sage_fast.tools.phases import PART_OF_PLAN
 from sage_fast.tools.plan import (
     MEASURED_FLOPS,
     MOST_CPU_SECONDS,
     Plan,
+    changes_that_fit,
     checkpoint_bytes,
-    dry_run,
-    format_plan,
     iteration_flops,
     plan,
+    plan_of_run,
     reward_sizes,
     run_flops,
+    seconds_on_a_gpu,
     seconds_on_cpu,
 )
+from sage_fast.tools.plan_text import format_plan, verdict
 from sage_fast.util.captions import PromptKey
+from sage_fast.util.cards import COPY_RATE
+from scripts import one_gpu
 from scripts.shipped_plans import plans_of
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
@@ -322,12 +327,69 @@ def test_the_time_of_rewards_that_a_run_has_measured_enters_its_plan(tmp_path: P
     assert "Communication is not counted." in " ".join(after.split())
 
 
-def test_a_card_that_is_too_small_is_told_first() -> None:
-    small = format_plan(plan(build(SIZE), gpu_memory=8e9))
+def test_a_card_that_is_too_small_is_told() -> None:
+    small = verdict(plan(build(SIZE), gpu_memory=8e9))
     assert small.startswith("This does not fit: ")
     assert "on GPUs of 7.45 GiB" in small
-    assert "--train.engine zero3" in " ".join(small.splitlines()[:4])
-    assert format_plan(plan(build(SIZE))).startswith("model\n")
+    assert "--train.engine zero3" in small
+    assert verdict(plan(build(SIZE))).startswith("This fits: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "least_streamed"),
+    [
+        ("hunyuanvideo15-480p", 24, 54),
+        ("hunyuanvideo15-24gb", 24, 1),
+        ("hunyuanvideo15-24gb", 16, 1),
+        ("hunyuanvideo15-24gb", 48, 0),
+    ],
+)
+def test_small_cards_fit_by_streaming(name: str, gigabytes: int, least_streamed: int) -> None:
+    """With VideoAlign in the run's process, which takes 4.1 GiB."""
+    config = load(ROOT / "configs" / f"{name}.yaml")
+    spec = find_spec(config.model.path)
+    planned = plan_of_run(config, spec, ranks=1, gpu_memory=1e9 * gigabytes)
+    assert planned.fits
+    assert planned.streamed >= least_streamed
+    assert (planned.in_host_memory > 14 * 2**30) == (planned.streamed == 54)
+    text = " ".join(verdict(planned).split())
+    assert text.startswith("This fits: ")
+    assert ("blocks are streamed from" in text) == (planned.streamed > 0)
+
+
+def test_the_fewest_changes_that_fit_are_named() -> None:
+    config = load(ROOT / "configs" / "hunyuanvideo15-480p.yaml", {"model.stream_blocks": "0"})
+    spec = find_spec(config.model.path)
+    changes = changes_that_fit(config, spec, 24e9)
+    assert changes == {"model.stream_blocks": "auto"}
+    planned = plan_of_run(config, spec, ranks=1, gpu_memory=24e9)
+    assert not planned.fits
+    assert verdict(planned, changes).endswith("It fits with --model.stream_blocks auto.")
+    assert changes_that_fit(config, spec, 16e9) == {
+        "model.stream_blocks": "auto",
+        "sampling.offload_trajectories": True,
+    }
+    assert changes_that_fit(config, spec, 4e9) is None
+
+
+def test_the_page_of_one_gpu_is_planned() -> None:
+    page = one_gpu.PAGE.read_text(encoding="utf-8")
+    assert one_gpu.written(page) == page, "run python -m scripts.one_gpu"
+
+
+def test_copies_of_blocks_hide_unless_they_take_longer() -> None:
+    """On a card with little to compute the iteration takes as long as the copies."""
+    config = build(SIZE | {"model.stream_blocks": "all"})
+    streamed = plan(config, gpu_memory=24e9)
+    assert streamed.streamed == streamed.blocks == 54
+    work = iteration_flops(streamed)
+    least, estimated = seconds_on_a_gpu(work, streamed.copies, streamed.card)
+    alone = seconds_on_a_gpu(work, {}, streamed.card)
+    assert (least, estimated) == alone
+    slow = {part: 1000 * size for part, size in streamed.copies.items()}
+    copied = sum(slow.values()) / COPY_RATE
+    decode = work["decode"] / streamed.card.flops
+    assert seconds_on_a_gpu(work, slow, streamed.card)[0] == pytest.approx(copied + decode)
 
 
 def test_what_is_already_set_is_no_remedy() -> None:

@@ -12,7 +12,8 @@ from sage_fast.models.hunyuan15.encoder import random_encoder
 from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.random_weights import random_module
-from sage_fast.tools.plan import format_plan, plan
+from sage_fast.tools.plan import plan
+from sage_fast.tools.plan_text import format_plan
 from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_metrics
 from tests.tiny import settings

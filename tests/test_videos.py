@@ -21,7 +21,7 @@ from sage_fast.eval.playback import read_video
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.run import train
 from sage_fast.tools.doctor import tools
-from sage_fast.tools.plan import dry_run
+from sage_fast.tools.dry_run import dry_run
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import check_encoder, numbered, save_mp4
 from tests.tiny import settings

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         check_named(config.model, config.data, config.named_rewards)
     if options.dry_run:
         with heavy_imports("train"):
-            from sage_fast.tools.plan import dry_run
+            from sage_fast.tools.dry_run import dry_run
 
         ranks = options.gpus or launched("WORLD_SIZE", 1)
         gpu_bytes = 1e9 * (options.gpu_memory or DEFAULT_GPU_MEMORY)

@@ -34,7 +34,8 @@ def describe_shipped() -> str:
         lines += [f"  Plan: {_in_words(each)}" for each in plans[name]]
     lines += [
         "Plans are for cards of 80 GB, at the burst rate of an H200 and at the rates that one H200",
-        "reached, or for two quiet CPU cores; without rewards and communication. Yours:",
+        "reached, for a card of 24 GB at the data sheet of an RTX 4090 and at the share of it that",
+        "the H200 reached, or for two quiet CPU cores; without rewards and communication. Yours:",
         "sage-fast train CONFIG --dry-run --gpus N",
         "sage-fast init FOLDER --config NAME copies one",
     ]
@@ -52,13 +53,15 @@ def _in_words(plan: dict[str, Any]) -> str:
     count = plan["gpus"]
     memory = f"{plan['memory_gib']:.0f} GiB"
     if plan["least_memory_gib"] < plan["memory_gib"] - 1:
-        memory += f" ({plan['least_memory_gib']:.0f} with full checkpointing)"
+        memory += f" ({plan['least_memory_gib']:.0f} at least)"
     each = " each" if count > 1 else ""
     low, high = plan["iteration_minutes"]
     fewest, most = plan["gpu_hours"]
+    gigabytes = plan["gpu_gigabytes"]
+    cards = f"{count} {'GPUs' if count > 1 else 'GPU'} of {gigabytes} GB"
     return (
-        f"{count} {'GPUs' if count > 1 else 'GPU'}, {memory}{each}, an iteration {low:.2g} to "
-        f"{high:.2g} min, {iterations} {fewest:,.0f} to {most:,.0f} GPU-hours"
+        f"{cards}, {memory}{each}, an iteration {low:.2g} to {high:.2g} min, "
+        f"{iterations} {fewest:,.0f} to {most:,.0f} GPU-hours"
     )
 
 

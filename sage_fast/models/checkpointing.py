@@ -126,11 +126,27 @@ def _runner(mode: str) -> Callable[..., Any]:
     return run
 
 
+READS_NO_RESULTS = "reads_no_results"
+"""Attribute of a module's hook that reads nothing of what the module returns."""
+
+
+def reads_no_results(hook: Callable[..., None]) -> Callable[..., None]:
+    """Mark a hook of a module: a recomputation may leave out what only results need."""
+    setattr(hook, READS_NO_RESULTS, True)
+    return hook
+
+
+def _is_harmless(hook: Any) -> bool:
+    module = str(getattr(hook, "__module__", ""))
+    known = module.startswith(("torch.distributed.fsdp", "torch.utils."))
+    return known or hasattr(hook, READS_NO_RESULTS)
+
+
 def _can_skip_outputs(block: nn.Module) -> bool:
     """Whether the block alone reads what its last layers return: it has no wrapper, subclass, patch
     or hook.
 
-    Hooks of FSDP2, of streamed blocks, and of what counts FLOPs, compute nothing with results.
+    Hooks of FSDP2, of what counts FLOPs, and those that say so compute nothing with results.
     """
     modules = [*block.modules()]
     hooks = [
@@ -139,8 +155,7 @@ def _can_skip_outputs(block: nn.Module) -> bool:
         for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
     ]
     hooks += [*_global_forward_hooks.values(), *_global_forward_pre_hooks.values()]
-    known = "torch.distributed.fsdp", "torch.utils.", "sage_fast.models.streaming"
-    foreign = any(not str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
+    foreign = any(not _is_harmless(hook) for hook in hooks)
     ends = [m for m in modules if hasattr(type(m), "omits_last_matmul")]
     direct = ends[:1] == [block] and {*ends} <= {block, *block.children()}
     patched = any(vars(type(m)).get("omits_last_matmul") is not type(m).forward for m in ends)

@@ -31,7 +31,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from sage_fast.models.checkpointing import is_checkpointed
+from sage_fast.models.checkpointing import is_checkpointed, reads_no_results
 from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.models.policy import Policy
 
@@ -80,12 +80,12 @@ class _Place:
         else:
             self.holder._parameters[self.key] = nn.Parameter(tensor, requires_grad=False)
 
-    def move(self, host: Tensor) -> None:
+    def rehouse(self, host: Tensor) -> None:
         """Have the tensor at another place of host memory, where its values already are."""
         if self.key:
             self.host.data = host
         else:
-            self.holder.move(host)
+            self.holder.use_buffer(host)
             self.host = host
 
 
@@ -288,6 +288,7 @@ class _Unit:
         # a recomputation ends by an exception once it has what the backward needs
         module.register_forward_hook(self.leave, always_call=True)
 
+    @reads_no_results
     def enter(self, *_: Any) -> None:
         """Let the module read from a slot."""
         slot = self.stream.fetch(self)
@@ -298,6 +299,7 @@ class _Unit:
             self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._saving.__enter__()
 
+    @reads_no_results
     def leave(self, *_: Any) -> None:
         """Let the module have its tensors in host memory again."""
         if self._saving is not None:
@@ -473,7 +475,7 @@ def _pack_into_host_memory(units: Sequence[_Unit], *, pinned: bool) -> int:
             new = new.view(place.host.shape)
             new.copy_(place.host)
             start += _aligned(place.host.nbytes)
-            place.move(new)
+            place.rehouse(new)
     return total
 
 

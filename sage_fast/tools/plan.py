@@ -13,28 +13,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.iteration_plan import plan_iteration, share_of
 from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.algorithm.resolved import ResolvedConfig
-from sage_fast.algorithm.trainable import check_trainable
-from sage_fast.callbacks.load import check_callbacks
 from sage_fast.config.engines import ENGINES
+from sage_fast.config.loader import leaves, replaced
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
-from sage_fast.data.prompt_checks import (
-    check_captions,
-    check_prompt_sets,
-    notes_on_prompts,
-    shared_prompts,
-)
-from sage_fast.data.prompts import Prompt, configured_prompts
+from sage_fast.data.prompts import configured_prompts
 from sage_fast.models.checkpointing import MODES, CheckpointPlan
-from sage_fast.models.find import find_spec
-from sage_fast.models.headers import check_weights
 from sage_fast.models.load import meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
@@ -42,18 +30,11 @@ from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import Fit, fit_beside
 from sage_fast.parallel.stored_rollouts import stored_rollouts
-from sage_fast.rewards.load import check_prompts, dry_run_reward, reward_bytes
-from sage_fast.run.messages import config_warnings, method_of
-from sage_fast.run.train import check_here
-from sage_fast.run_folder import RunFolder
+from sage_fast.rewards.load import reward_bytes
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.captions import PromptKey
-from sage_fast.util.cards import planned_rates
-from sage_fast.util.console import wrapped
-from sage_fast.util.environment import format_bytes
+from sage_fast.util.cards import COPY_RATE, MEASURED_CARD, Card, card_of, planned_rates
 from sage_fast.util.errors import UserError
-from sage_fast.util.text import counted
-from sage_fast.util.videos import check_encoder
 
 PLANNED_ITERATIONS = 200
 """Iterations over which the plan averages the work of windows."""
@@ -72,17 +53,6 @@ MEASURED_CPU_FLOPS = {
 `2026-11-29-cpu-2-cores-iteration.json` in benchmarks/results."""
 MOST_CPU_SECONDS = 7 * 86400
 """A run that would take longer on CPU cores is planned for GPUs."""
-
-
-DURATIONS = (
-    ("days", 86400.0),
-    ("h", 3600.0),
-    ("min", 60.0),
-    ("s", 1.0),
-    ("ms", 1e-3),
-    ("us", 1e-6),
-)
-"""Units of time and their seconds, the largest first."""
 
 
 @functools.cache
@@ -139,6 +109,11 @@ class Plan:
         disk: part -> bytes of the run folder, at most.
         gpu_memory: bytes of a GPU.
         remedies: what takes less memory and is not set yet, as options of the command line.
+        blocks: blocks of the model.
+        streamed: blocks whose frozen weights are in host memory.
+        copies: part -> bytes of streamed blocks that an iteration copies to the GPU with the most
+            work.
+        parked: what is on a GPU only while it is used.
     """
 
     parameters: int
@@ -163,6 +138,24 @@ class Plan:
     disk: dict[str, float]
     gpu_memory: float
     remedies: list[str]
+    blocks: int
+    streamed: int
+    copies: dict[str, float]
+    parked: list[str]
+
+    @property
+    def together(self) -> float:
+        """Bytes on each GPU while it trains."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.together <= self.gpu_memory
+
+    @property
+    def card(self) -> Card:
+        """The card that is assumed."""
+        return card_of(self.gpu_memory)
 
 
 def plan(
@@ -195,7 +188,7 @@ def plan(
     cost = spec.cost(config)
     latent = spec.latent_shape(config.sampling)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    fit, memory = _memory(
+    fit, memory, parked = _memory(
         resolved, spec, policy, ranks=ranks, gpu_memory=gpu_memory, chosen=chosen, rewards=rewards
     )
     checkpointing = fit.checkpointing
@@ -235,7 +228,29 @@ def plan(
         disk=_disk(config, resolved.objective.strategy, policy),
         gpu_memory=gpu_memory,
         remedies=_remedies(config, checkpointing),
+        blocks=len(policy.block_list()),
+        streamed=fit.streamed,
+        copies=_copies(config, forwards, busiest, fit.sizes.forward),
+        parked=parked,
     )
+
+
+def _copies(
+    config: Config, forwards: Mapping[str, int], busiest: Mapping[str, float], size: int
+) -> dict[str, float]:
+    """Return part -> bytes of streamed blocks that an iteration copies to the GPU with the most
+    work.
+
+    Args:
+        size: bytes that a forward copies.
+    """
+    together = {"rollout": config.sampling.batch_size}  # samples of a forward
+    found = {}
+    for part, count in forwards.items():
+        passes = 2 if part == "training" else 1  # a backward reads the weights again
+        batch = together.get(part, config.train.batch_size)
+        found[part] = passes * count * busiest[part] * size / batch
+    return found
 
 
 def _remedies(config: Config, checkpointing: CheckpointPlan) -> list[str]:
@@ -265,9 +280,9 @@ def _memory(
     gpu_memory: float,
     chosen: CheckpointPlan | None,
     rewards: Mapping[str, float | None],
-) -> tuple[Fit, dict[str, float]]:
-    """Return what is streamed and what a backward recomputes, and part -> bytes on each GPU while
-    it trains; arguments as of `plan`."""
+) -> tuple[Fit, dict[str, float], list[str]]:
+    """Return what is streamed and what a backward recomputes, part -> bytes on each GPU while it
+    trains, and what is parked; arguments as of `plan`."""
     config = resolved.config
     model, sharing = config.model, config.model.sequence_parallel
     cost = spec.cost(config)
@@ -298,7 +313,7 @@ def _memory(
         others["CUDA graphs"] = graphs
     chooses = "auto chooses" if model.gradient_checkpointing == "auto" else "checkpointing"
     of_activations = {f"activations, {chooses} {fit.checkpointing}": fit.activations}
-    return fit, fit.engine.by_label() | others | of_activations
+    return fit, fit.engine.by_label() | others | of_activations, parked
 
 
 def _disk(config: Config, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
@@ -404,213 +419,88 @@ def seconds_on_cpu(flops: Mapping[str, float]) -> float:
     return sum(work / MEASURED_CPU_FLOPS[part] for part, work in flops.items())
 
 
-def format_cpu_plan(plan: Plan, reward: float = 0.0) -> str:
-    """Format the plan of a run on this machine's CPU for a terminal; `reward` as in
-    `format_plan`."""
-    memory = {part: size for part, size in plan.memory.items() if part != "CUDA graphs"}
-    iteration = iteration_flops(plan)
-    lines = [
-        *_format_model(plan),
-        "",
-        f"one iteration: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
-        _line("", "forwards", "FLOPs", "on 2 cores", width=29),
-    ]
-    for part, work in iteration.items():
-        seconds = _duration(seconds_on_cpu({part: work}))
-        forwards = plan.forwards.get(part)
-        count = f"{forwards:,}" if forwards else ""
-        lines.append(_line(part, count, f"{work:.3g}", seconds, width=29))
-    if reward > 0:
-        lines.append(_line("rewards, by metrics.jsonl", "", "", _duration(reward), width=29))
-    together = sum(iteration.values())
-    seconds = _duration(reward + seconds_on_cpu(iteration))
-    lines.append(_line("together", "", f"{together:.3g}", seconds, width=29))
-
-    e = plan.evaluations
-    whole_run = run_flops(plan)
-    run_seconds = plan.iterations * reward + seconds_on_cpu(whole_run)
-    evaluation = _duration(seconds_on_cpu(evaluation_flops(plan)))
-    not_counted = "" if reward else " Rewards are not counted."
-    lines += [
-        "",
-        f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
-        _line("one evaluation", "", f"{e.flops:.3g}", evaluation, width=29),
-        _line(
-            "all of the run", "", f"{sum(whole_run.values()):.3g}", _duration(run_seconds), width=29
-        ),
-        wrapped(
-            "'on 2 cores' is at the rates that two quiet cores of an AMD EPYC reached with the "
-            "testbed; on busy cores the same run has taken three times as long."
-            f"{not_counted} --gpus 1 plans for a GPU.",
-            first="  ",
-        ),
-        "",
-        f"memory while it trains, engine {plan.engine}",
-        *(_line(part, format_bytes(size)) for part, size in memory.items()),
-        _line("together", format_bytes(sum(memory.values()))),
-        "  Not counted: Python and PyTorch themselves.",
-        "",
-        *_format_disk(plan),
-    ]
-    return "\n".join(text.rstrip() for text in lines)
+def run_copies(plan: Plan) -> dict[str, float]:
+    """Return part -> bytes of streamed blocks that the whole run copies, without its
+    evaluations."""
+    return {part: plan.iterations * size for part, size in plan.copies.items()}
 
 
-def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
-    """Format a plan for a terminal, first of all what to do if it does not fit.
+def seconds_on_a_gpu(
+    flops: Mapping[str, float],
+    copies: Mapping[str, float] | None = None,
+    card: Card = MEASURED_CARD,
+) -> tuple[float, float]:
+    """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates.
+
+    Another card than the measured one is taken at its data sheet for the bound, and at the shares
+    of it that the measured one reached.
 
     Args:
-        price: of an hour of a GPU, in any currency; 0 if unknown.
-        reward: seconds that an iteration waits for its rewards; 0 if unknown.
+        copies: part -> bytes of streamed blocks, which hide behind the FLOPs unless they take
+            longer.
     """
-    gpus = counted(plan.ranks, "GPU")
-    together = sum(plan.memory.values())
-    fits = together <= plan.gpu_memory
-    in_host_memory = []
-    if plan.in_host_memory:
-        size = format_bytes(plan.in_host_memory)
-        in_host_memory.append(_line("host memory of each rank, for shards", size))
-    lines = []
-    if not fits:
-        sizes = f"{format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}"
-        remedies = ", or ".join(plan.remedies)
-        lines.append(wrapped(f"This does not fit: {sizes}. Try {remedies}.", rest=""))
-        lines.append("")
-    lines += [
-        *_format_model(plan),
-        "",
-        *_format_work(plan, gpus, price, reward),
-        "",
-        f"memory on each of {gpus} while it trains, engine {plan.engine}",
-        *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
-        _line("together", format_bytes(together)),
-        f"  {'fits' if fits else 'does not fit'}: {together / 2**30:.2f} of the "
-        f"{plan.gpu_memory / 2**30:.2f} GiB of a card of {plan.gpu_memory / 1e9:g} GB",
-        wrapped(f"Not counted: {', '.join(plan.uncounted)}.", first="  ", rest="    "),
-        *in_host_memory,
-        "",
-        *_format_disk(plan),
-    ]
-    return "\n".join(text.rstrip() for text in lines)
-
-
-def _format_model(plan: Plan) -> list[str]:
-    return [
-        "model",
-        _line("parameters", _count(plan.parameters)),
-        _line("trained parameters", _count(plan.trainable)),
-        _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
-        _line("tokens of a video", f"{plan.tokens:,}"),
-    ]
-
-
-def _format_disk(plan: Plan) -> list[str]:
-    return [
-        "start and disk",
-        _line("host memory of a node while it loads", format_bytes(plan.loaded)),
-        _line("a checkpoint, to which each rank writes", format_bytes(plan.checkpoint)),
-        *(_line(part, format_bytes(count)) for part, count in plan.disk.items()),
-        _line("disk, without videos and embeddings", format_bytes(sum(plan.disk.values()))),
-    ]
-
-
-def _line(label: str, *cells: str, width: int = 41) -> str:
-    return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
-
-
-def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str]:
-    """Format FLOPs, times and GPU-hours of an iteration and of the run."""
-
-    def work(
-        label: str, count: int, flops: float, of_busiest: Mapping[str, float], waited: float = 0.0
-    ) -> str:
-        times = (_duration(waited + seconds) for seconds in seconds_on_a_gpu(of_busiest))
-        return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
-
-    forward = plan.flops["forward"]
-    parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
-    together = sum(parts.values())
-    e = plan.evaluations
-
-    # FLOPs of the GPU with the most work
-    longest = iteration_flops(plan)
-    evaluation = evaluation_flops(plan)
-    whole_run = run_flops(plan)
-
-    waited = plan.iterations * reward
-    hours = [plan.ranks * (waited + seconds) / 3600 for seconds in seconds_on_a_gpu(whole_run)]
-    rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
-    not_counted = "Communication is" if reward else "Rewards and communication are"
-
-    lines = [
-        f"one iteration on {gpus}: {counted(plan.samples, 'sample')}, "
-        f"{counted(plan.trained_steps, 'trained step')} of each",
-        _line("", "forwards", "FLOPs", "at least", "on H200s", width=29),
-        work("one forward of one sample", 0, forward, {"rollout": forward}),
-    ]
-    for part, total in parts.items():
-        lines.append(work(part, plan.forwards.get(part, 0), total, {part: longest[part]}))
-    if reward > 0:
-        seconds = _duration(reward)
-        lines.append(_line("rewards, by metrics.jsonl", "", "", seconds, seconds, width=29))
-    lines += [
-        work("together", sum(plan.forwards.values()), together, longest, reward),
-        "",
-        f"the run: {counted(plan.iterations, 'iteration')}, {counted(e.count, 'evaluation')} of "
-        f"{counted(e.videos, 'video')}",
-        work("one evaluation", 0, e.flops, evaluation),
-        work(
-            "all of the run", 0, plan.iterations * together + e.count * e.flops, whole_run, waited
-        ),
-        _line("GPU-hours", "", "", *(_number(h) for h in hours), width=29),
-    ]
-    if price > 0:
-        prices = [_number(price * h) for h in hours]
-        lines.append(_line(f"at {price:g} an hour", "", "", *prices, width=29))
-    lines.append(
-        wrapped(
-            f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a "
-            f"matrix product in bf16, a burst on one H200), with {plan.prompt_tokens} tokens a "
-            "prompt. 'on H200s' is at the TFLOP/s that one H200 reached by FlashAttention 4 "
-            f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. "
-            "Training holds the backward and the recomputation with checkpointing. The anchor is "
-            "free in the iteration after its refresh. Times are those of the GPU with the most "
-            f"work. {not_counted} not counted.",
-            first="  ",
-        )
-    )
-    return lines
-
-
-def seconds_on_a_gpu(flops: Mapping[str, float]) -> tuple[float, float]:
-    """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
-    least = sum(flops.values()) / BURST_FLOPS
-    measured = sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
+    burst = BURST_FLOPS if card.flops == MEASURED_CARD.flops else card.flops
+    least, measured = 0.0, 0.0
+    for part, work in flops.items():
+        copying = (copies or {}).get(part, 0.0) / COPY_RATE
+        least += max(work / burst, copying)
+        rate = MEASURED_FLOPS[part] * card.flops / MEASURED_CARD.flops
+        measured += max(work / rate, copying)
     return least, measured
 
 
-def _count(count: int) -> str:
-    """Return a count with its short form, such as `8.33 B = 8,326,608,160`."""
-    if count >= 1e9:
-        unit, scale = "B", 1e9
-    elif count >= 1e6:
-        unit, scale = "M", 1e6
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"train.batch_size": 1},
+    {"model.gradient_checkpointing": "auto"},
+    {"train.engine": "plain", "train.offload_shards": False, "train.hybrid_shard": False},
+    {"model.stream_blocks": "auto"},
+    {"sampling.offload_trajectories": True},
+    {"model.tuning": "lora", "train.optimizer": "adamw"},
+    {"model.lora_rank": 16},
+    {"sampling.num_frames": 49},
+    {"sampling.num_frames": 33},
+    {"sampling.num_frames": 17},
+)
+"""Changes of the settings that take less memory on one GPU, the least costly first."""
+
+
+def changes_that_fit(config: Config, spec: Spec, gpu_memory: float) -> dict[str, Any] | None:
+    """Return the changes of the settings, of `CHANGES`, that make a run fit on one GPU, as few as
+    do; None if all of them together do not."""
+    made: list[dict[str, Any]] = []
+    for change in CHANGES:
+        if "sampling.num_frames" in change:
+            if change["sampling.num_frames"] >= config.sampling.num_frames:
+                continue
+            made = [other for other in made if "sampling.num_frames" not in other]
+        made.append(change)
+        if _fits_with(config, spec, gpu_memory, made):
+            break
     else:
-        unit, scale = "k", 1e3
-    return f"{count / scale:.3g} {unit} = {count:,}"
+        return None
+    for change in list(made):
+        others = [other for other in made if other is not change]
+        if _fits_with(config, spec, gpu_memory, others):
+            made = others
+
+    present = leaves(dataclasses.asdict(config))
+    joined: dict[str, Any] = {}
+    for change in made:
+        joined |= {key: value for key, value in change.items() if present[key] != value}
+    return joined
 
 
-def _duration(seconds: float) -> str:
-    for unit, scale in DURATIONS:
-        least = 2 * scale if scale > 1 else scale  # 90 s rather than 1.5 min
-        if seconds >= least:
-            return f"{_number(seconds / scale)} {unit}"
-    smallest, scale = DURATIONS[-1]
-    return f"{_number(seconds / scale)} {smallest}"
-
-
-def _number(value: float) -> str:
-    """Return three digits, and all of a number from 1000 on."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+def _fits_with(
+    config: Config, spec: Spec, gpu_memory: float, changes: Sequence[Mapping[str, Any]]
+) -> bool:
+    joined: dict[str, Any] = {}
+    for change in changes:
+        joined |= change
+    try:
+        changed = replaced(config, joined)
+        return plan_of_run(changed, spec, ranks=1, gpu_memory=gpu_memory).fits
+    except UserError:
+        return False
 
 
 def plan_of_run(config: Config, spec: Spec, *, ranks: int, gpu_memory: float) -> Plan:
@@ -629,95 +519,7 @@ def plan_of_run(config: Config, spec: Spec, *, ranks: int, gpu_memory: float) ->
     return plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
 
 
-def dry_run(
-    config: Config,
-    ranks: int,
-    gpu_memory: float,
-    price: float = 0.0,
-    *,
-    resume: bool = False,
-    may_be_cpu: bool = False,
-) -> str:
-    """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads
-    no weights.
-
-    The first line says why the run would not start on this machine, if it would not: a plan may be
-        for another one.
-
-    If a run is in the output folder, what its iterations waited for rewards enters the times.
-
-    Args:
-        may_be_cpu: plan for CPU cores if this machine has no GPU and the run is small enough.
-
-    Raises:
-        UserError: the settings are impossible, `model.path` is not a checkpoint, prompts, a reward
-            or a callback are missing or are none, or ffmpeg cannot write videos.
-    """
-    check_encoder()
-    obstacle = ""
-    try:
-        check_here(config, resume=resume)
-    except UserError as error:
-        obstacle = wrapped(f"This run does not start here: {error}") + "\n\n"
-    spec = find_spec(config.model.path)
-    check_weights(spec)
-    resolved = check_trainable(config, ranks)
-    check_distilled(spec.distillation, resolved.objective)
-    check_callbacks(config)
-    train, heldout = configured_prompts(config.data)
-    check_prompt_sets(config.data, config.model.path, spec, train, heldout)
-    check_captions([*train, *heldout], spec)
-    warnings = config_warnings(resolved, spec.distillation)
-    data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
-    waits = []  # of the iterations of a run that is there
-    for row in RunFolder(config.output).rows:
-        if isinstance(row.get("time/reward"), float):
-            waits.append(row["time/reward"])
-    planned = plan_of_run(config, spec, ranks=ranks, gpu_memory=gpu_memory)
-    reward = statistics.median(waits) if waits else 0.0
-    is_small = seconds_on_cpu(run_flops(planned)) <= MOST_CPU_SECONDS
-    if may_be_cpu and is_small and not torch.cuda.is_available():
-        costs = format_cpu_plan(planned, reward)
-    else:
-        costs = format_plan(planned, price, reward)
-    method = wrapped(method_of(resolved.objective, config.sampling))
-    return f"{obstacle}{method}\n\n{data}\n\n{costs}"
-
-
 def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:
     """Return name -> bytes on a rank's GPU, or None if the reward does not say, of the rewards with
     these settings."""
     return {f"reward {entry.name}": reward_bytes(entry, key) for key, entry in rewards.items()}
-
-
-def _format_data(
-    config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], warnings: Sequence[str]
-) -> str:
-    """Format the prompts, the rewards, and the warnings about the settings."""
-    lines = ["prompts and rewards"]
-    notes: list[str] = []
-    lines.append(f"  {config.data.prompts}: {counted(len(train), 'prompt')}{_keys_of(train)}")
-    evaluated = min(config.eval.num_prompts, len(heldout))
-    heldout_count = counted(len(heldout), "held-out prompt")
-    held = f"{heldout_count}{_keys_of(heldout)}, of which {evaluated} are evaluated"
-    lines.append(f"  {config.data.eval_prompts}: {held}")
-    for key, entry in config.named_rewards.items():
-        weights = " + ".join(f"{weight:g} {part}" for part, weight in entry.weights.items())
-        lines.append(f"  {key.removesuffix('.name')} {entry.name}: {weights or 'only observes'}")
-        notes += dry_run_reward(entry, key)
-        scored = heldout if key == "eval.judge" else [*train, *heldout]
-        check_prompts(entry, key, {prompt.key: prompt.metadata for prompt in scored})
-    notes += [f"note: {note}" for note in notes_on_prompts(train, heldout)]
-    shared = shared_prompts(train, heldout)
-    if shared:
-        notes.append(f"note: {shared}")
-    notes += [f"warning: {warning}" for warning in warnings]
-    for note in notes:
-        lines.append(wrapped(note, first="  ", rest="    "))
-    return "\n".join(lines)
-
-
-def _keys_of(prompts: Sequence[Prompt]) -> str:
-    keys = sorted({key for prompt in prompts for key in prompt.metadata})
-    images = ", each with an image" if any(prompt.image for prompt in prompts) else ""
-    return f"{images} (metadata: {', '.join(keys)})" if keys else images

@@ -34,13 +34,14 @@ class Card:
     flops: float
 
 
+MEASURED_CARD = Card(name="an H200", gigabytes=141, flops=989e12)
 CARDS = (
     Card(name="an RTX 4080", gigabytes=16, flops=97.5e12),
     Card(name="an RTX 4090", gigabytes=24, flops=165.2e12),
     Card(name="an RTX 5090", gigabytes=32, flops=209.5e12),
     Card(name="an L40S", gigabytes=48, flops=362e12),
     Card(name="an H100", gigabytes=80, flops=989e12),
-    Card(name="an H200", gigabytes=141, flops=989e12),
+    MEASURED_CARD,
 )
 """For each usual size of memory, the card that a plan assumes."""
 

@@ -65,6 +65,7 @@ REASONS = {
     "models/attention/sequence.py _Exchange.forward": PADDED,
     "models/policy.py UnshardedStates.pad_to_largest": PADDED,
     "parallel/fit.py choose_checkpointing": ALWAYS,
+    "parallel/fit.py choose_placement": SETTINGS,
     "parallel/fsdp.py FsdpEngine._gradient_norm": ALWAYS,
     "parallel/fsdp.py FsdpEngine._prepare": ALWAYS,
     # so that the same weights have gradients on all ranks

@@ -162,7 +162,7 @@ class FusedLinear(nn.Module):
             self._adapters = []
             self._buffer = self._bias = torch.empty(0)
 
-    def move(self, buffer: Tensor) -> None:
+    def use_buffer(self, buffer: Tensor) -> None:
         """Use another buffer, which holds the same values; the layers' weights become views of
         it."""
         rows = [len(weight) for weight in self.weights]

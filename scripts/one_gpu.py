@@ -1,0 +1,80 @@
+"""Write the table of docs/how-to/one-gpu.md, by the plan: `python -m scripts.one_gpu` does it;
+tests/test_plan.py fails while it differs."""
+
+from pathlib import Path
+
+from sage_fast.config.loader import load
+from sage_fast.config.schema import Config
+from sage_fast.config.shipped import FOLDER
+from sage_fast.models.checkpointing import RECOMPUTED
+from sage_fast.models.find import find_spec
+from sage_fast.models.spec import Spec
+from sage_fast.tools.plan import Plan, iteration_flops, plan_of_run, seconds_on_a_gpu
+from sage_fast.tools.plan_text import duration
+from sage_fast.util.cards import CARDS
+
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "one-gpu.md"
+BEGIN = "<!-- table: written by python -m scripts.one_gpu -->\n"
+END = "<!-- end of table -->"
+CONFIGURATION = "hunyuanvideo15-24gb"
+FRAMES = (17, 33, 81)
+GIB = 2**30
+HEAD = (
+    "card, GB",
+    "frames",
+    "memory taken",
+    "streamed blocks",
+    "host memory",
+    "recomputed",
+    "off the card while training",
+    "an iteration, estimated",
+)
+
+
+def row(config: Config, spec: Spec, gigabytes: int, frames: int) -> list[str]:
+    """Return the cells of a card and a length."""
+    changed = config.replace({"sampling.num_frames": frames})
+    planned = plan_of_run(changed, spec, ranks=1, gpu_memory=1e9 * gigabytes)
+    name = planned.card.name.partition(" ")[2]
+    start = [f"{gigabytes} ({name})", str(frames)]
+    if not planned.fits:
+        return [*start, f"{planned.together / GIB:.1f} GiB: too much", *["-"] * (len(HEAD) - 3)]
+    _, seconds = seconds_on_a_gpu(iteration_flops(planned), planned.copies, planned.card)
+    return [
+        *start,
+        f"{planned.together / GIB:.1f} GiB",
+        f"{planned.streamed} of {planned.blocks}" if planned.streamed else "none",
+        f"{planned.in_host_memory / GIB:.1f} GiB" if planned.streamed else "-",
+        recomputed(planned),
+        ", ".join(planned.parked) or "-",
+        duration(seconds),
+    ]
+
+
+def recomputed(planned: Plan) -> str:
+    """Return what a backward recomputes, as the plan says it."""
+    (label,) = (part for part in planned.memory if part.startswith("activations"))
+    mode = label.rpartition("auto chooses ")[2]
+    return mode if RECOMPUTED.get(mode, True) else "nothing"
+
+
+def table() -> str:
+    """Return the table in Markdown."""
+    config = load(FOLDER / f"{CONFIGURATION}.yaml")
+    spec = find_spec(config.model.path)
+    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
+    for card in CARDS:
+        for frames in FRAMES:
+            lines.append(f"| {' | '.join(row(config, spec, card.gigabytes, frames))} |")
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """Return the page with the table of today."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
