@@ -286,6 +286,9 @@ def _load_model(
         streamed=placement.streamed,
     )
     model.parked = [*placement.parked]
+    if placement.streamed and model.policy.device.type != "cpu":
+        rate = placement.copy_rate / 1e9
+        model.notes.append(f"copies from page-locked host memory: {rate:.3g} GB/s, measured")
     if AUTOENCODER in placement.parked:
         model.decoder = ParkedDecoder(model.decoder, local_device())
     plan, left = choose_checkpointing(resolved, model)

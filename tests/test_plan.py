@@ -33,6 +33,7 @@ from sage_fast.models.hunyuan15.spec import (
 )
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
+from sage_fast.models.streaming import BlockStream
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.tools.dry_run import dry_run
@@ -553,21 +554,23 @@ def test_training_flops(tuning: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("tuning", "rank", "dtype"),
+    ("tuning", "rank", "dtype", "streamed"),
     [
-        pytest.param("lora", 2, torch.bfloat16, marks=pytest.mark.soak),
-        ("lora", 24, torch.bfloat16),
-        pytest.param("lora", 16, torch.float32, marks=pytest.mark.soak),
-        ("full", 0, torch.float32),
-        pytest.param("full", 0, torch.bfloat16, marks=pytest.mark.soak),
+        pytest.param("lora", 2, torch.bfloat16, 0, marks=pytest.mark.soak),
+        ("lora", 24, torch.bfloat16, 0),
+        ("lora", 24, torch.bfloat16, 3),
+        pytest.param("lora", 16, torch.float32, 0, marks=pytest.mark.soak),
+        pytest.param("lora", 16, torch.float32, 2, marks=pytest.mark.soak),
+        ("full", 0, torch.float32, 0),
+        pytest.param("full", 0, torch.bfloat16, 0, marks=pytest.mark.soak),
     ],
 )
-def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> None:
+def test_activations(tuning: str, rank: int, dtype: torch.dtype, streamed: int, mode: str) -> None:
     """The peak of live tensors from the forward to the end of the backward, through three blocks as
     they are trained.
 
     What a further 1,024 video tokens add to it, so that nothing else counts: weights and their
-    gradients, text.
+    gradients, text. Of streamed weights nothing is live beside host memory and the slots.
     """
     peaks = {}
     for frames in (4, 8):
@@ -586,9 +589,13 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
         at = policy.conditioning_table(sigma, embeddings).of([EMPTY]).at(torch.tensor([0]))
         x = torch.randn(1, 32, frames, 16, 16)
         policy.forward.refresh()
+        slots = []
+        if streamed:
+            policy.stream = BlockStream(policy, streamed, torch.device("cpu"))
+            slots = [slot.bytes for slot in policy.stream.slots]
         for p in policy.parameters().values():
             p.grad = torch.zeros_like(p)  # as in every micro-batch but the first
-        weights = [p._buffer for p in policy.forward.fused_linears]
+        weights = [*slots, *(p._buffer for p in policy.forward.fused_linears)]
         gradients = [p.grad for p in policy.parameters().values()]
         with Live(
             x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)

@@ -139,8 +139,8 @@ def test_only_slots_are_on_the_device() -> None:
         assert sizes.leaving == leaving
         assert sizes.host == stream.host_bytes
         assert sizes == stream.sizes
-        assert sizes.slots == sum(slot.bytes.nbytes for slot in stream._slots)
-        assert len(stream._slots) == SLOTS
+        assert sizes.slots == sum(slot.bytes.nbytes for slot in stream.slots)
+        assert len(stream.slots) == SLOTS
 
 
 def test_the_plan_counts_on_meta_what_is_in_host_memory() -> None:
@@ -221,7 +221,7 @@ def test_the_next_block_is_on_its_way() -> None:
     late = []
 
     def bring(unit: Any, keep: Any = None, bring: Any = stream._bring) -> Any:
-        if keep is None and all(slot.unit is not unit for slot in stream._slots):
+        if keep is None and all(slot.unit is not unit for slot in stream.slots):
             late.append(unit.index)
         return bring(unit, keep)
 

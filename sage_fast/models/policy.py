@@ -142,6 +142,8 @@ class Policy:
     def device(self) -> torch.device:
         if self.states.device is not None:
             return self.states.device
+        if self.stream is not None:
+            return self.stream.device
         # diffusers' own walks through every module
         _, first = next(self.named_parameters())
         return first.device

@@ -362,6 +362,7 @@ class BlockStream:
         count: as given.
         host_bytes: page-locked memory.
         sizes: bytes by the plan.
+        slots: through which they pass, the one that is overwritten next first.
         copied_bytes: bytes that copies have brought to the device.
     """
 
@@ -381,7 +382,7 @@ class BlockStream:
         units = [unit for chain in self._chains for unit in chain.units]
         self.host_bytes = _pack_into_host_memory(units, pinned=device.type == "cuda")
         size = max(_size(unit.places) for unit in units)
-        self._slots = [_Slot(size, device) for _ in range(SLOTS)]
+        self.slots = [_Slot(size, device) for _ in range(SLOTS)]
         self.sizes = stream_sizes(blocks, count)
         for module in modules:
             for part in module.modules():
@@ -390,7 +391,7 @@ class BlockStream:
 
     def slot_of(self, unit: _Unit) -> _Slot:
         """Return the slot that holds a unit which is running."""
-        return next(slot for slot in self._slots if slot.unit is unit)
+        return next(slot for slot in self.slots if slot.unit is unit)
 
     def fetch(self, unit: _Unit) -> _Slot:
         """Return the slot with the tensors of `unit`, for work that is enqueued from now on; start
@@ -410,13 +411,13 @@ class BlockStream:
         Args:
             keep: a slot that may not be overwritten.
         """
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.unit is unit:
                 return slot
         # the other slot than that of the newest unit
-        slot = next(slot for slot in self._slots if slot is not keep)
-        self._slots.remove(slot)
-        self._slots.append(slot)
+        slot = next(slot for slot in self.slots if slot is not keep)
+        self.slots.remove(slot)
+        self.slots.append(slot)
         slot.unit = unit
         slot.ready = self._copy(unit, slot)
         return slot
@@ -442,9 +443,9 @@ class BlockStream:
 
         Waits for copies that still read it.
         """
-        if self._copies is not None and any(slot.unit is not None for slot in self._slots):
+        if self._copies is not None and any(slot.unit is not None for slot in self.slots):
             self._copies.synchronize()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.unit = None
 
 

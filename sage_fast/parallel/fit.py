@@ -70,10 +70,12 @@ class Placement:
     Attributes:
         streamed: number of streamed blocks.
         parked: what is on the device only while it is used (`util.parking`).
+        copy_rate: bytes a second from host memory, measured.
     """
 
     streamed: int = 0
     parked: tuple[str, ...] = ()
+    copy_rate: float = 0.0
 
 
 AUTOENCODER, REWARDS = "autoencoder", "rewards"
@@ -100,6 +102,7 @@ def choose_placement(
         return Placement()
     policy = meta_policy(spec, config.model)
     decoder = config.model.element_bytes * spec.cost(config).decoder_weights
+    rates = rates_of(device)
     fit, parked = fit_beside(
         resolved,
         spec,
@@ -107,7 +110,7 @@ def choose_placement(
         free_bytes(device) + reward_bytes,
         {AUTOENCODER: decoder, REWARDS: reward_bytes},
         ranks=world_size(),
-        rates=rates_of(device),
+        rates=rates,
     )
     count = max(all_gather_object(fit.streamed))
     parked = max(all_gather_object(parked), key=len)
@@ -115,7 +118,7 @@ def choose_placement(
     for problem in all_gather_object(_host_memory_problem(config, count, sizes.host)):
         if problem:
             raise UserError(problem)
-    return Placement(streamed=count, parked=tuple(parked))
+    return Placement(streamed=count, parked=tuple(parked), copy_rate=rates.copies)
 
 
 def fit_beside(
