@@ -898,6 +898,7 @@ def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
         "attention_milliseconds",
         "notes",
         "checkpointing",
+        "parked",
     }
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION

@@ -62,7 +62,7 @@ def load_model(
     # the device may be too small for all of it
     place = torch.device("cpu") if streamed else device
     networks = _load_networks(spec, config, loaded, place, device)
-    vae = _load(spec, "model.path", spec.source("vae", loaded), "vae", dtype, device, device)
+    vae = _load(spec, "model.path", spec.source("vae", loaded), "vae", dtype, device)
     for network in networks.values():
         make_trainable(spec, network.eval(), config, seed, config.weights)
     vae.eval().requires_grad_(False)
@@ -110,7 +110,7 @@ def _load(
     part: str,
     dtype: torch.dtype,
     place: torch.device,
-    device: torch.device,
+    device: torch.device | None = None,
 ) -> Any:
     """Load a part to `place`, strictly: unlike plain `from_pretrained`, never fill in random
     weights.
@@ -119,10 +119,11 @@ def _load(
     files' pages, and none holds the model in host memory. Only `random:NAME` gives random weights.
 
     Args:
-        device: on which random weights are drawn.
+        device: on which random weights are drawn; None: `place`.
     """
     if is_random(source):
-        return random_module(spec, part, dtype, device, None if place == device else place)
+        drawn_on = device or place
+        return random_module(spec, part, dtype, drawn_on, None if place == drawn_on else place)
     check_part(spec, setting, source, part)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
     options: dict[str, Any] = {
