@@ -108,7 +108,7 @@ def test_streamed_is_resident_to_the_bit(mode: CheckpointPlan, count: int) -> No
 @pytest.mark.parametrize("given", [{"guidance": 3.0}, {"model__lora_targets": ".*to_q"}], ids=str)
 def test_streamed_is_resident_with_guidance_and_with_few_adapters(given: dict[str, Any]) -> None:
     """Layers without an adapter run by themselves, and their matrices are streamed one by one."""
-    for mode in (CheckpointPlan("none"), CheckpointPlan("full")):
+    for mode in MODES:
         expected = two_iterations(model_of(CPU, 0, mode, **given), CPU)
         assert_equal(two_iterations(model_of(CPU, BLOCKS, mode, **given), CPU), expected)
 

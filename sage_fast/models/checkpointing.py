@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -186,6 +187,16 @@ def is_checkpointed() -> bool:
 Context = contextlib.AbstractContextManager[Any]
 
 
+def unseen() -> Context:
+    """Return a context whose operators selective checkpointing does not see.
+
+    It counts those of a block, and there must be as many in the recomputation as in the forward.
+    """
+    if isinstance(_get_current_dispatch_mode(), _SELECTIVE):
+        return _pop_mode_temporarily()
+    return contextlib.nullcontext()
+
+
 def _contexts(mode: str, block: nn.Module) -> tuple[Context, Context]:
     """Return the contexts of a block's forward and of its recomputation."""
     forward, again = contextlib.nullcontext(), contextlib.nullcontext()
@@ -214,3 +225,7 @@ def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolic
     return (
         CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
     )
+
+
+_SELECTIVE = tuple(type(context) for context in create_selective_checkpoint_contexts(_policy))
+"""Classes of the contexts of selective checkpointing."""

@@ -31,7 +31,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from sage_fast.models.checkpointing import is_checkpointed, reads_no_results
+from sage_fast.models.checkpointing import is_checkpointed, reads_no_results, unseen
 from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.models.policy import Policy
 
@@ -419,7 +419,8 @@ class BlockStream:
         self.slots.remove(slot)
         self.slots.append(slot)
         slot.unit = unit
-        slot.ready = self._copy(unit, slot)
+        with unseen():  # how many copies there are depends on what is in the slots
+            slot.ready = self._copy(unit, slot)
         return slot
 
     def _copy(self, unit: _Unit, slot: _Slot) -> torch.cuda.Event | None:
