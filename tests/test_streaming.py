@@ -143,6 +143,27 @@ def test_only_slots_are_on_the_device() -> None:
         assert len(stream.slots) == SLOTS
 
 
+def test_deepspeed_is_given_no_weights_in_host_memory() -> None:
+    """It broadcasts all that it is given, by NCCL."""
+    zero = pytest.importorskip("sage_fast.parallel.zero")
+    with PretendCuda():
+        policy = model_of(CUDA, BLOCKS, MODES[0]).policy
+        found = {*zero._Modules(policy).parameters()}
+        assert {p.device for p in found} == {CUDA}
+        assert found == {p for _, p in policy.named_parameters() if p.device == CUDA}
+        assert found.issuperset(policy.parameters().values())
+
+
+def test_the_device_of_a_policy_is_where_it_runs() -> None:
+    """Also of a family whose first weight is streamed."""
+    with PretendCuda():
+        policy = model_of(CUDA, 1, MODES[0]).policy
+        network = torch.nn.ModuleDict({"blocks": policy.block_list()[BLOCKS // 2]})
+        policy.networks = {"transformer": network}
+        assert next(policy.named_parameters())[1].device == CPU
+        assert policy.device == CUDA
+
+
 def test_the_plan_counts_on_meta_what_is_in_host_memory() -> None:
     """In 16 bits, whose padding is another one; the meta device has float32."""
     config = settings(model__dtype="bfloat16", model__lora_rank=8)

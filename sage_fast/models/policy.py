@@ -143,7 +143,7 @@ class Policy:
         if self.states.device is not None:
             return self.states.device
         if self.stream is not None:
-            return self.stream.device
+            return self.stream.device  # the first weight may be in host memory
         # diffusers' own walks through every module
         _, first = next(self.named_parameters())
         return first.device

@@ -189,11 +189,21 @@ class _Rows(torch.optim.Optimizer):
 
 
 class _Modules(nn.Module):
-    """The module handed to DeepSpeed: it has all weights, and no children that it could hook."""
+    """The module handed to DeepSpeed: it has all weights of the device, and no children that it
+    could hook.
+
+    Weights of streamed blocks are in host memory, which NCCL cannot broadcast.
+    """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.networks = nn.ModuleDict(policy.networks)
+        self.device = policy.device
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, p in super().named_parameters(*args, **kwargs):
+            if p.device.type == self.device.type:
+                yield name, p
 
     def children(self) -> Iterator[nn.Module]:
         return iter(())
