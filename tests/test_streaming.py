@@ -2,6 +2,7 @@
 are in an order that a GPU must keep; what does not fit is refused before anything is loaded."""
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from sage_fast.config.loader import load
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.find import find_spec
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.load import load_model, make_trainable, meta_policy
 from sage_fast.models.model import Model
 from sage_fast.models.streaming import SLOTS, BlockStream, block_sizes, spread, stream_sizes
@@ -338,6 +339,23 @@ def test_trained_and_gathered_weights_are_not_streamed(given: dict[str, Any], me
 def test_a_value_that_is_no_number_of_blocks(value: object) -> None:
     with pytest.raises(UserError, match=r"model.stream_blocks = .*expected "):
         load(PAPER, {"model.stream_blocks": value})
+
+
+def test_adapters_keep_their_layout() -> None:
+    """Else the slots would go on with the adapter of before."""
+    expected = two_iterations(model_of(CPU, 0, MODES[0]), CPU)
+    model = model_of(CPU, 2, MODES[0])
+    policy = model.policy
+    policy.refresh()
+    policy.transformer.disable_adapters()
+    with pytest.raises(UserError, match="adapters of streamed blocks are neither disabled, "):
+        policy.refresh()
+    # all of them are trained again, also what no forward reads
+    policy.transformer.enable_adapters()
+    freeze_dead_ends(policy.transformer)
+    with pytest.raises(UserError, match="and their policy is not copied"):
+        copy.deepcopy(policy).refresh()
+    assert_equal(two_iterations(model, CPU), expected)
 
 
 def test_more_blocks_than_there_are(

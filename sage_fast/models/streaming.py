@@ -388,6 +388,7 @@ class BlockStream:
             for part in module.modules():
                 if isinstance(part, FusedLinear):
                     part.before_write = self.forget
+                    part.is_streamed = True
 
     def slot_of(self, unit: _Unit) -> _Slot:
         """Return the slot that holds a unit which is running."""

@@ -19,6 +19,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import deepspeed
 import torch

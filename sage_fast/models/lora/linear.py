@@ -29,6 +29,12 @@ from sage_fast.models.checkpointing import is_recomputing
 from sage_fast.ops._derivatives import first_order
 from sage_fast.ops.adapter_rows import mm_in_float32
 from sage_fast.ops.gated_sum import gated_sum
+from sage_fast.util.errors import UserError
+
+CHANGED = (
+    "adapters of streamed blocks are neither disabled, merged nor replaced, and their policy is "
+    "not copied; Policy.using swaps their weights, and model.stream_blocks = 0 allows all of it"
+)
 
 
 def padding_for(rank: int, bytes_per_value: int) -> int:
@@ -67,6 +73,7 @@ class FusedLinear(nn.Module):
         pad: columns that x must have on its right (`padding_for` the adapters); 0 without adapters.
         before_write: called before `refresh` writes into the buffer, which may be in host memory
             while copies of it are under way (models/streaming.py).
+        is_streamed: whether a slot on the device has the layout of the buffer, which then stays.
     """
 
     def __init__(self, parent: nn.Module, *names: str) -> None:
@@ -80,6 +87,7 @@ class FusedLinear(nn.Module):
         self._buffer = self._bias = torch.empty(0)
         self._seen: list[object] = []
         self.before_write: Callable[[], None] = _nothing
+        self.is_streamed = False
 
     @property
     def layers(self) -> list[Any]:
@@ -97,6 +105,9 @@ class FusedLinear(nn.Module):
         Args:
             dtype: dtype of the activations. Layers stored in another dtype run their own forward,
                 under autocast.
+
+        Raises:
+            UserError: the layer is streamed, and its adapters would take another layout.
         """
         layers = self.layers
         seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
@@ -114,11 +125,16 @@ class FusedLinear(nn.Module):
             for layer, base, adapter in zip(layers, bases, adapters)
         )
         if alone or not any(adapters):
+            adapters = []
+        is_joined = self._is_joined(bases, adapters) if adapters else not self._adapters
+        if self.is_streamed and not is_joined:
+            raise UserError(CHANGED)
+        if not adapters:
             self.pad = 0
             self._adapters = []
             self._seen = seen
             return
-        if not self._is_joined(bases, adapters):
+        if not is_joined:
             self._join(bases, adapters)
         self.before_write()
         height, width = (size - self.pad for size in self._buffer.shape)
