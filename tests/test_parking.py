@@ -17,6 +17,7 @@ from sage_fast.models.load import load_model
 from sage_fast.parallel import fit
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.util.captions import Caption
+from sage_fast.util.parking import Parked
 from tests.pretend_cuda import CUDA, PretendCuda
 from tests.test_streaming import BLOCKS, MODES, assert_equal, model_of, two_iterations
 from tests.tiny import keys_of, settings, tiny_model
@@ -72,6 +73,54 @@ def test_a_parked_reward_scores_as_before_and_leaves_the_device() -> None:
             assert reward.seen == {"cuda"}
             assert places(reward) == {"cpu"}
         assert scorer.bytes_on(CUDA) == 0
+
+
+class OnTwoDevices(nn.Module):
+    """A reward whose last layer is in host memory, whatever happens to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Module.to(nn.Linear(3, 4), CUDA)
+        self.last = nn.Linear(4, 1)
+        self.register_buffer("empty", torch.empty(0), persistent=False)
+
+    def forward(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"score": self.last(self.layer(videos.mean((1, 3, 4))).cpu())[:, 0]}
+
+
+def test_what_a_parked_reward_has_in_host_memory_stays_there() -> None:
+    with PretendCuda():
+        reward = OnTwoDevices()
+        config = RewardConfig(name="mine:OnTwoDevices", weights={"score": 1.0})
+        scorer = CompositeReward(reward, config)
+        videos, keys = torch.rand(2, 4, 3, 8, 8).to(CUDA), keys_of(["a", "b"])
+        expected = scorer(videos, keys).rewards
+        assert not expected.isnan().any()
+        scorer.park(CUDA)
+        for _ in range(2):
+            assert torch.equal(scorer(videos, keys).rewards, expected)
+            assert places(reward) == {"cpu"}
+
+
+def test_what_did_not_fit_comes_back_later() -> None:
+    """A full device is no reason to leave half of a network in host memory for good."""
+    with PretendCuda(), pytest.MonkeyPatch.context() as patch:
+        network = nn.Module.to(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), CUDA)
+        parked = Parked([network], CUDA)
+        to = Tensor.to
+
+        def full(tensor: Tensor, *given: Any, **others: Any) -> Tensor:
+            if tensor.data_ptr() == network[1].weight.data_ptr():
+                raise torch.OutOfMemoryError("full")
+            return to(tensor, *given, **others)
+
+        patch.setattr(Tensor, "to", full)
+        with pytest.raises(torch.OutOfMemoryError), parked.on_device():
+            pass
+        assert places(network) == {"cpu"}
+        patch.undo()
+        with parked.on_device():
+            assert places(network) == {"cuda"}
 
 
 @pytest.mark.parametrize("count", [0, 2, BLOCKS])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.util.parking import on_device
+from sage_fast.util.parking import Parked
 
 
 class Decoder(abc.ABC):
@@ -50,13 +50,12 @@ class ParkedDecoder(Decoder):
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         super().__init__(decoder.vae)
         self.decoder = decoder
-        self.device = device
-        self.vae.to("cpu")
+        self._parked = Parked([self.vae], device)
 
     def plan(self, latents: tuple[int, int, int, int]) -> object:
-        with on_device([self.vae], self.device):
+        with self._parked.on_device():
             return self.decoder.plan(latents)
 
     def __call__(self, latents: Tensor) -> Tensor:
-        with on_device([self.vae], self.device):
+        with self._parked.on_device():
             return self.decoder(latents)

@@ -29,7 +29,7 @@ from sage_fast.rewards.interface import RESERVED_NAMES, Backend, Request
 from sage_fast.rewards.load import score_of
 from sage_fast.util.console import wrapped
 from sage_fast.util.guard import NotPutBack, guarded, seed_random_numbers
-from sage_fast.util.parking import bytes_on, on_device
+from sage_fast.util.parking import Parked, bytes_on
 from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ class InProcess(Backend):
         self.reward = reward
         self.device = device
         self._writes_into_videos = False
-        self._parked: list[nn.Module] = []
-        self._parked_from = torch.device("cpu")
+        self._parked = Parked([], torch.device("cpu"))
 
     def score(self, request: Request, seconds: float = 0.0) -> dict[str, Tensor]:
         """Score videos; `seconds` has no effect, since nothing can end a call in this process."""
@@ -89,7 +88,7 @@ class InProcess(Backend):
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 # A copy: other rewards, the judge and the saved files get what was decoded.
                 own = videos.to(self.device or videos.device, copy=True)
-                with on_device(self._parked, self._parked_from):
+                with self._parked.on_device():
                     parts = call(self.name, self.reward, dataclasses.replace(request, videos=own))
                 self._note_writes(own, videos)
                 return parts
@@ -104,11 +103,7 @@ class InProcess(Backend):
         return bytes_on(_distinct(_networks_of(self.reward)), device)
 
     def park(self, device: torch.device) -> None:
-        for network in _distinct(_networks_of(self.reward)):
-            if bytes_on([network], device):
-                network.to("cpu")
-                self._parked.append(network)
-        self._parked_from = device
+        self._parked = Parked(_distinct(_networks_of(self.reward)), device)
 
     def _note_writes(self, own: Tensor, videos: Tensor) -> None:
         """Say once that the reward wrote into its copy of the videos."""

@@ -10,22 +10,44 @@ import torch
 from torch import Tensor, nn
 
 
-@contextlib.contextmanager
-def on_device(networks: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Have networks on the device within the block, and in host memory after it."""
-    try:
-        for network in networks:
-            network.to(device)
-        yield
-    finally:
-        for network in networks:
-            network.to("cpu")
+class Parked:
+    """Networks that are on the device only within `on_device`, and in host memory otherwise.
+
+    What was in other memory stays there.
+
+    Args:
+        networks: they leave the device now.
+        device: the device.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module], device: torch.device) -> None:
+        self.networks = networks
+        self.device = device
+        self._moved = _leave(networks, device)
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the networks on the device within the block."""
+        try:
+            _return(self.networks, self.device, self._moved)
+            yield
+        finally:
+            self._moved |= _leave(self.networks, self.device)
 
 
 @contextlib.contextmanager
 def off_device(networks: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Have what networks hold on the device in host memory within the block; what was there before
     stays."""
+    moved = _leave(networks, device)
+    try:
+        yield
+    finally:
+        _return(networks, device, moved)
+
+
+def _leave(networks: Sequence[nn.Module], device: torch.device) -> set[int]:
+    """Move what is on the device to host memory; return its addresses there."""
     moved: set[int] = set()
 
     def leave(tensor: Tensor) -> Tensor:
@@ -37,11 +59,25 @@ def off_device(networks: Sequence[nn.Module], device: torch.device) -> Iterator[
 
     for network in networks:
         network._apply(leave)
+    return moved
+
+
+def _return(networks: Sequence[nn.Module], device: torch.device, moved: set[int]) -> None:
+    """Move what left the device back to it, and forget it."""
+    returned: set[int] = set()
+
+    def come_back(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in moved:
+            return tensor
+        back = tensor.to(device)
+        returned.add(tensor.data_ptr())
+        return back
+
     try:
-        yield
-    finally:
         for network in networks:
-            network._apply(lambda t: t.to(device) if t.data_ptr() in moved else t)
+            network._apply(come_back)
+    finally:
+        moved -= returned  # all of it, unless the device is full
 
 
 def bytes_on(networks: Sequence[nn.Module], device: torch.device) -> int:
