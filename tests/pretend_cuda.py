@@ -126,6 +126,7 @@ class CudaTensor(Tensor):
                 "a copy to the host that keeps its gradient"
             )
             _active().note("copy to host", "to")  # into new memory, which is not pinned
+            _active().order.operator("to", [self], [])
             return self.host.to(dtype or self.dtype, copy=True)
         unchanged = dtype in (None, self.dtype) and (
             layout is None or self.is_contiguous(memory_format=layout)

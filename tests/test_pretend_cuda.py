@@ -365,3 +365,16 @@ def test_rollout_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         rows = bench(tmp_path / "rollout.json", "rollout", *paths)["rows"]
     assert {row["part"] for row in rows if "graphed" in row["seconds"]} == {"step", "rollout"}
     assert device.captures > 0
+
+
+def test_a_copy_to_the_host_is_in_order_with_copies_from_it() -> None:
+    with PretendCuda():
+        host = torch.empty(8, pin_memory=True)
+        slot, copies = torch.empty(8, device="cuda"), torch.cuda.Stream()
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            slot.copy_(host, non_blocking=True)
+        with pytest.raises(RuntimeError, match="read while another stream perhaps still writes"):
+            slot[:4].tolist()
+        torch.cuda.current_stream().wait_stream(copies)
+        slot[:4].tolist()

@@ -383,6 +383,10 @@ class BlockStream:
         self.host_bytes = _pack_into_host_memory(units, pinned=device.type == "cuda")
         size = max(_size(unit.places) for unit in units)
         self.slots = [_Slot(size, device) for _ in range(SLOTS)]
+        if self._copies is not None:
+            for slot in self.slots:
+                # a copy may be under way when the policy is dropped
+                slot.bytes.record_stream(self._copies)
         self.sizes = stream_sizes(blocks, count)
         for module in modules:
             for part in module.modules():
