@@ -102,6 +102,16 @@ def test_what_a_parked_reward_has_in_host_memory_stays_there() -> None:
             assert places(reward) == {"cpu"}
 
 
+def test_rewards_may_share_a_parked_network() -> None:
+    with PretendCuda():
+        network = nn.Module.to(nn.Linear(2, 2), CUDA)
+        both = [Parked([network], CUDA), Parked([network], CUDA)]
+        for parked in [*both, *both]:
+            assert places(network) == {"cpu"}
+            with parked.on_device():
+                assert places(network) == {"cuda"}
+
+
 def test_what_did_not_fit_comes_back_later() -> None:
     """A full device is no reason to leave half of a network in host memory for good."""
     with PretendCuda(), pytest.MonkeyPatch.context() as patch:

@@ -4,10 +4,15 @@ training leaves no room for them."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+
+_AWAY: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+"""Parked network -> addresses in host memory of what left the device; several rewards may share a
+network."""
 
 
 class Parked:
@@ -23,16 +28,22 @@ class Parked:
     def __init__(self, networks: Sequence[nn.Module], device: torch.device) -> None:
         self.networks = networks
         self.device = device
-        self._moved = _leave(networks, device)
+        self._leave()
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """Have the networks on the device within the block."""
         try:
-            _return(self.networks, self.device, self._moved)
+            for network in self.networks:
+                _return([network], self.device, _AWAY[network])
             yield
         finally:
-            self._moved |= _leave(self.networks, self.device)
+            self._leave()
+
+    def _leave(self) -> None:
+        for network in self.networks:
+            moved = _AWAY.setdefault(network, set())
+            moved |= _leave([network], self.device)
 
 
 @contextlib.contextmanager
