@@ -4,6 +4,7 @@ are in an order that a GPU must keep; what does not fit is refused before anythi
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.cli import main
 from sage_fast.config.loader import load
@@ -26,6 +28,7 @@ from sage_fast.models.streaming import SLOTS, BlockStream, block_sizes, spread, 
 from sage_fast.parallel import fit
 from sage_fast.run_folder import RunFolder
 from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
+from sage_fast.util.cards import planned_rates
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from tests.pretend_cuda import CUDA, PretendCuda
@@ -381,3 +384,41 @@ def test_too_little_host_memory(
     assert "model.stream_blocks = 'all': 3 streamed blocks take " in said
     assert "of page-locked host memory, and 976.56 KiB are free; the nearest is " in said
     assert not (tmp_path / "run").exists()
+
+
+# -- what auto chooses -----------------------------------------------------------------------------
+
+
+def fit_on(gibibytes: float, host_memory: float = math.inf, **given: Any) -> fit.Fit:
+    """How the shipped LoRA at 480p fits on a card, without reward and autoencoder."""
+    config = load(PAPER.parent.parent / "hunyuanvideo15-480p.yaml", given)
+    spec = find_spec(config.model.path)
+    policy = meta_policy(spec, config.model)
+    memory = gibibytes * 2**30
+    return fit.fit_model(
+        ResolvedConfig(config),
+        spec,
+        policy,
+        memory,
+        ranks=1,
+        rates=planned_rates(memory),
+        host_memory=host_memory,
+    )
+
+
+def test_auto_streams_where_it_saves_a_tenth_of_the_time() -> None:
+    """At 36 GiB all weights fit beside everything recomputed, which is slower; at 60 GiB little is
+    recomputed anyway."""
+    assert fit_on(16).streamed == 54
+    assert fit_on(36, **{"model.stream_blocks": 0}).fits
+    assert fit_on(36).streamed > 0
+    assert fit_on(60).streamed == 0
+
+
+def test_auto_takes_no_host_memory_that_is_not_there() -> None:
+    """Unless nothing else fits: then the run says what it lacks."""
+    block = 16 * 2**30 / 54
+    few = fit_on(36, host_memory=10 * block)
+    assert few.fits
+    assert few.sizes.host <= 10 * block
+    assert fit_on(16, host_memory=block).sizes.host > block

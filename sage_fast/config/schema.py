@@ -97,9 +97,9 @@ class ModelConfig(Section):
     `none`: nothing. `auto`: as little as fits into free memory, by block."""
     stream_blocks: int | StreamBlocks = within("auto", least=0)
     """Blocks whose frozen weights stay in page-locked host memory and pass through the GPU, one
-    block ahead of the computation; results are the same to the bit. `auto`: none where the weights
-    fit beside everything recomputed, else as many as the plan finds fastest. For an adapter, with
-    every engine but zero3 (docs/how-to/one-gpu.md)."""
+    block ahead of the computation; results are the same to the bit. `auto`: as many as the plan
+    finds fastest, since their room saves recomputation; none unless that saves a tenth of the time
+    or nothing else fits. For an adapter, with every engine but zero3 (docs/how-to/one-gpu.md)."""
     sequence_parallel: int = within(1, least=1)
     """GPUs that share one sample, for videos too long for one GPU. Each holds a part of the tokens
     and, for attention, a part of the heads. Must divide the number of the transformer's heads and

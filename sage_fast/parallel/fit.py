@@ -4,6 +4,7 @@ recomputation that make it fit."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -34,6 +35,11 @@ In four iterations, training allocated 93 to 99 % of the plan: in benchmarks/res
 `2026-11-27-h200-iteration.json` and `2026-11-25-h100-full.json`, `-nft` and `-nft-zero3`. All ran
 at 0.85; none has run at 0.92. What was reserved, and ranks that hold NCCL's buffers, were not
 measured."""
+
+
+STREAMING_GAIN = 0.9
+"""Share of a sample's time, by the plan, below which `auto` streams although training fits without:
+the plan's times are estimates, and streamed blocks take host memory and CUDA graphs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,7 @@ def choose_placement(
     policy = meta_policy(spec, config.model)
     decoder = config.model.element_bytes * spec.cost(config).decoder_weights
     rates = rates_of(device)
+    host_memory = free_bytes(torch.device("cpu")) / launched("LOCAL_WORLD_SIZE", 1)
     fit, parked = fit_beside(
         resolved,
         spec,
@@ -111,6 +118,7 @@ def choose_placement(
         {AUTOENCODER: decoder, REWARDS: reward_bytes},
         ranks=world_size(),
         rates=rates,
+        host_memory=host_memory,
     )
     count = max(all_gather_object(fit.streamed))
     parked = max(all_gather_object(parked), key=len)
@@ -130,6 +138,7 @@ def fit_beside(
     *,
     ranks: int,
     rates: Rates,
+    host_memory: float = math.inf,
     chosen: CheckpointPlan | None = None,
 ) -> tuple[Fit, list[str]]:
     """Fit training beside `others` (name -> bytes); return the fit, and which of them have to leave
@@ -149,6 +158,7 @@ def fit_beside(
             memory - staying,
             ranks=ranks,
             rates=rates,
+            host_memory=host_memory,
             chosen=chosen,
         )
         if fit.fits:
@@ -210,19 +220,21 @@ def fit_model(
     *,
     ranks: int,
     rates: Rates,
+    host_memory: float = math.inf,
     chosen: CheckpointPlan | None = None,
 ) -> Fit:
     """Choose what is streamed and what is recomputed, for a run and for its plan.
 
-    `auto` streams nothing where training fits with everything recomputed. Else it streams as many
-    blocks as make a sample fastest: more of them leave room to recompute less. Of counts that are
-    equally fast it takes the smallest.
+    `auto` streams as many blocks as make a sample fastest: more of them leave room to recompute
+    less. Of counts that are equally fast it takes the smallest. It streams nothing where training
+    fits without, unless streaming saves more than `STREAMING_GAIN` leaves.
 
     Args:
         policy: with whole weights, on any device (including meta).
         usable: bytes of the device for weights and training.
         ranks: number of ranks.
         rates: of the device.
+        host_memory: bytes of it for streamed blocks; `auto` takes more only if nothing else fits.
         chosen: what is recomputed; by default what fits.
 
     Raises:
@@ -242,19 +254,21 @@ def fit_model(
             streamed=count,
             chosen=chosen,
         )
-        if count == 0 and fit.fits:
-            return fit
         fits.append(fit)
     cost = spec.cost(config)
-    return min(
-        fits,
-        key=lambda fit: (
-            not fit.fits,
-            # of those that do not fit, that which takes the least
-            sample_seconds(resolved, cost, fit, rates) if fit.fits else -fit.streamed,
-            fit.streamed,
-        ),
-    )
+
+    def seconds(fit: Fit) -> float:
+        return sample_seconds(resolved, cost, fit, rates)
+
+    fitting = [fit for fit in fits if fit.fits]
+    if not fitting:
+        return fits[-1]  # which takes the least
+    affordable = [fit for fit in fitting if fit.sizes.host <= host_memory]
+    fastest = min(affordable or fitting, key=lambda fit: (seconds(fit), fit.streamed))
+    without = fitting[0]
+    if without.streamed == 0 and seconds(fastest) > STREAMING_GAIN * seconds(without):
+        return without
+    return fastest
 
 
 def _counts(config: Config, blocks: int) -> Iterable[int]:
