@@ -6,7 +6,6 @@ from pathlib import Path
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.config.shipped import FOLDER
-from sage_fast.models.checkpointing import RECOMPUTED
 from sage_fast.models.find import find_spec
 from sage_fast.models.spec import Spec
 from sage_fast.tools.plan import Plan, iteration_flops, plan_of_run, seconds_on_a_gpu
@@ -25,9 +24,9 @@ HEAD = (
     "memory taken",
     "streamed blocks",
     "host memory",
-    "recomputed",
-    "off the card while training",
-    "an iteration, estimated",
+    "checkpointing",
+    "parked",
+    "an iteration",
 )
 
 
@@ -39,23 +38,22 @@ def row(config: Config, spec: Spec, gigabytes: int, frames: int) -> list[str]:
     start = [f"{gigabytes} ({name})", str(frames)]
     if not planned.fits:
         return [*start, f"{planned.together / GIB:.1f} GiB: too much", *["-"] * (len(HEAD) - 3)]
-    _, seconds = seconds_on_a_gpu(iteration_flops(planned), planned.copies, planned.card)
+    times = seconds_on_a_gpu(iteration_flops(planned), planned.copies, planned.card)
     return [
         *start,
         f"{planned.together / GIB:.1f} GiB",
         f"{planned.streamed} of {planned.blocks}" if planned.streamed else "none",
-        f"{planned.in_host_memory / GIB:.1f} GiB" if planned.streamed else "-",
-        recomputed(planned),
+        f"{planned.in_host_memory / GIB:.1f} GiB" if planned.in_host_memory else "-",
+        checkpointing(planned),
         ", ".join(planned.parked) or "-",
-        duration(seconds),
+        " to ".join(map(duration, times)),
     ]
 
 
-def recomputed(planned: Plan) -> str:
-    """Return what a backward recomputes, as the plan says it."""
+def checkpointing(planned: Plan) -> str:
+    """Return the mode of recomputation, as the plan says it."""
     (label,) = (part for part in planned.memory if part.startswith("activations"))
-    mode = label.rpartition("auto chooses ")[2]
-    return mode if RECOMPUTED.get(mode, True) else "nothing"
+    return label.rpartition("auto chooses ")[2]
 
 
 def table() -> str:

@@ -18,6 +18,7 @@ import torch
 from sage_fast.cli import main
 from sage_fast.commands.init import init
 from sage_fast.config.loader import load
+from sage_fast.config.shipped import gpus_of
 from sage_fast.data.prompts import read_prompts
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.video_folder import read_folder
@@ -239,7 +240,8 @@ def test_init_writes_what_its_configuration_names(
     differing = [line.split(":")[0].strip() for line, other in pairs if line != other]
     own_reward = ["name", "weights"] if name.startswith("demo") else []
     assert differing == ["output", "prompts", "eval_prompts", *own_reward]
-    expected = {*FILES, *([] if own_reward else ["slurm.sbatch"])}
+    gpus, _ = gpus_of(name)
+    expected = {*FILES, *(["slurm.sbatch"] if gpus > 1 else [])}
     data = load(CONFIGS / f"{name}.yaml").data
     if data.prompts.endswith(".jsonl"):
         shipped = [

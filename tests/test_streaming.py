@@ -325,7 +325,7 @@ def test_facts_say_what_is_streamed(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (
             {"model.stream_blocks": "all", "model.tuning": "full"},
-            "model.stream_blocks = 'all': model.tuning = full trains the weights of the blocks",
+            "stream_blocks = 'all': only frozen weights are streamed, and model.tuning = full",
         ),
         (
             {"model.stream_blocks": 3, "train.engine": "zero3"},

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.config.loader import load
-from sage_fast.config.shipped import FOLDER, describe_shipped, shipped_names
+from sage_fast.config.shipped import FOLDER, describe_shipped, gpus_of, shipped_names
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest, printable
 from sage_fast.util.files import write_atomic
@@ -71,8 +71,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def init(folder: Path, name: str) -> str:
-    """Write config.yaml, prompts.txt, heldout.txt and my_rewards.py, and slurm.sbatch if it is not
-    for the testbed.
+    """Write config.yaml, prompts.txt, heldout.txt and my_rewards.py, and slurm.sbatch if it is for
+    several GPUs.
 
     If the configuration has .jsonl files, copies of these instead of the .txt files, and their
     images in `images`.
@@ -113,9 +113,10 @@ def init(folder: Path, name: str) -> str:
 
     own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
     extra = ["my_rewards.py"]
+    gpus, gigabytes = gpus_of(name)
     if on_testbed:
         own |= OWN_REWARD
-    else:
+    elif gpus > 1:
         extra.append("slurm.sbatch")
     texts = {"config.yaml": _own_settings(FOLDER / f"{name}.yaml", own)}
     for file in extra:
@@ -126,7 +127,8 @@ def init(folder: Path, name: str) -> str:
     wrote = ", ".join(texts)
     if images:
         wrote += f" and {len(images)} images"
-    commands = _next_commands(folder, f"heldout{suffix}", on_testbed=on_testbed)
+    sampled = TESTBED_PROMPT if on_testbed else PROMPT
+    commands = _next_commands(folder, f"heldout{suffix}", sampled, gpus, gigabytes)
     return f"{folder}: wrote {wrote}\n{commands}"
 
 
@@ -160,15 +162,23 @@ def _own_settings(file: Path, own: Mapping[str, str]) -> str:
     return text
 
 
-def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
-    if on_testbed:
-        launch, more, prompt = "sage-fast", "", TESTBED_PROMPT
-    else:
-        launch, more, prompt = "torchrun --nproc-per-node 8 -m sage_fast", " --gpus 8", PROMPT
+def _next_commands(folder: Path, heldout: str, prompt: str, gpus: int, gigabytes: int) -> str:
+    """Return what to type next.
+
+    Args:
+        heldout: file of held-out prompts.
+        prompt: to sample.
+        gpus, gigabytes: GPUs that the configuration is for, and their memory; 0 for a CPU.
+    """
+    launch, planned = "sage-fast", ""
+    if gpus == 1:
+        planned = f" --gpus 1 --gpu-memory {gigabytes}"
+    elif gpus > 1:
+        launch, planned = "torchrun --nproc-per-node 8 -m sage_fast", " --gpus 8"
     prompts = f"--prompts {heldout}" if heldout.endswith(".jsonl") else f'--prompt "{prompt}"'
     commands = [
         f"cd {shlex.quote(str(folder))}",
-        f"sage-fast train config.yaml --dry-run{more}  # sizes, memory, time",
+        f"sage-fast train config.yaml --dry-run{planned}  # memory, time",
         f"{launch} train config.yaml  # or --resume",
         f"sage-fast sample runs/first {prompts}",
         f"sage-fast eval base runs/first  # scores before and after, on {heldout}",

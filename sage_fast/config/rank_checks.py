@@ -65,14 +65,14 @@ def check_streaming(model: ModelConfig, train: TrainConfig) -> None:
     model.require(
         model.trains_adapter,
         "stream_blocks",
-        f"model.tuning = {model.tuning} trains the weights of the blocks, and only frozen ones are "
-        "streamed; expected lora; the nearest choice is auto",
+        f"only frozen weights are streamed, and model.tuning = {model.tuning} trains those of the "
+        "blocks; the nearest choice is auto, or model.tuning = lora",
     )
     model.require(
         not ENGINES[train.engine].gathers,
         "stream_blocks",
-        f"train.engine = {train.engine} gathers the weights of a block from all ranks; expected "
-        "plain, zero1 or zero2; the nearest choice is auto",
+        f"train.engine = {train.engine} gathers the weights of a block from all ranks; the nearest "
+        "choice is auto, or train.engine = plain, zero1 or zero2",
     )
 
 

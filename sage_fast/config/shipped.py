@@ -22,6 +22,14 @@ def shipped_names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
+def gpus_of(name: str) -> tuple[int, int]:
+    """Return the largest number of GPUs that a configuration's plans are for, and their memory in
+    GB; no GPU for one that is planned for a CPU."""
+    plans = json.loads(PLANS.read_text(encoding="utf-8"))[name]
+    last = plans[-1]
+    return last.get("gpus", 0), last.get("gpu_gigabytes", 0)
+
+
 def describe_shipped() -> str:
     """Return the shipped configurations as text: of each its name, the first two lines, which say
     what it trains and on what evidence, and its memory and times by the plan."""

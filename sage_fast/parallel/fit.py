@@ -42,6 +42,11 @@ STREAMING_GAIN = 0.9
 the plan's times are estimates, and streamed blocks take host memory and CUDA graphs."""
 
 
+NEARLY_AS_FAST = 1.02
+"""Of counts of blocks whose time by the plan is below this many times the shortest, `auto` takes
+the smallest, which takes the least host memory."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
     """How training fits on a rank, or what it would take if it does not.
@@ -178,7 +183,7 @@ def _host_memory_problem(config: Config, count: int, needed: int) -> str:
     return (
         f"model.stream_blocks = {config.model.stream_blocks!r}: {count} streamed blocks take "
         f"{format_bytes(needed)} of page-locked host memory{each}, and {format_bytes(free)} are "
-        f"free; the nearest is {nearest}, with less to train or more memory"
+        f"free; the nearest is {nearest}: fewer frames need fewer streamed blocks"
     )
 
 
@@ -226,8 +231,8 @@ def fit_model(
     """Choose what is streamed and what is recomputed, for a run and for its plan.
 
     `auto` streams as many blocks as make a sample fastest: more of them leave room to recompute
-    less. Of counts that are equally fast it takes the smallest. It streams nothing where training
-    fits without, unless streaming saves more than `STREAMING_GAIN` leaves.
+    less. Of counts that are nearly as fast (`NEARLY_AS_FAST`) it takes the smallest. It streams
+    nothing where training fits without, unless streaming saves more than `STREAMING_GAIN` leaves.
 
     Args:
         policy: with whole weights, on any device (including meta).
@@ -264,7 +269,10 @@ def fit_model(
     if not fitting:
         return fits[-1]  # which takes the least
     affordable = [fit for fit in fitting if fit.sizes.host <= host_memory]
-    fastest = min(affordable or fitting, key=lambda fit: (seconds(fit), fit.streamed))
+    shortest = min(seconds(fit) for fit in affordable or fitting)
+    fastest = next(
+        fit for fit in affordable or fitting if seconds(fit) <= NEARLY_AS_FAST * shortest
+    )
     without = fitting[0]
     if without.streamed == 0 and seconds(fastest) > STREAMING_GAIN * seconds(without):
         return without

@@ -102,7 +102,8 @@ class Plan:
         memory: part -> bytes on each GPU while it trains.
         uncounted: what also takes memory on a GPU, in words.
         engine: `train.engine`.
-        in_host_memory: bytes of a rank's shards with `train.offload_shards`.
+        in_host_memory: bytes of a rank's host memory: shards with `train.offload_shards`, streamed
+            blocks, and what is parked.
         loaded: bytes of the model's files in `model.dtype`, which the ranks of a node map together
             while they load.
         checkpoint: bytes of a checkpoint's files.
@@ -222,7 +223,7 @@ def plan(
         memory=memory,
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
-        in_host_memory=fit.engine.in_host_memory,
+        in_host_memory=fit.engine.in_host_memory + sum(parked.values()),
         loaded=float(model.element_bytes * (base + cost.decoder_weights)),
         checkpoint=checkpoint_bytes(model, train, resolved.objective.strategy, policy),
         disk=_disk(config, resolved.objective.strategy, policy),
@@ -231,7 +232,7 @@ def plan(
         blocks=len(policy.block_list()),
         streamed=fit.streamed,
         copies=_copies(config, forwards, busiest, fit.sizes.forward),
-        parked=parked,
+        parked=[*parked],
     )
 
 
@@ -280,9 +281,9 @@ def _memory(
     gpu_memory: float,
     chosen: CheckpointPlan | None,
     rewards: Mapping[str, float | None],
-) -> tuple[Fit, dict[str, float], list[str]]:
+) -> tuple[Fit, dict[str, float], dict[str, float]]:
     """Return what is streamed and what a backward recomputes, part -> bytes on each GPU while it
-    trains, and what is parked; arguments as of `plan`."""
+    trains, and part -> bytes of what is parked; arguments as of `plan`."""
     config = resolved.config
     model, sharing = config.model, config.model.sequence_parallel
     cost = spec.cost(config)
@@ -292,7 +293,7 @@ def _memory(
     for name, size in rewards.items():
         if size:
             others[name] = size
-    fit, parked = fit_beside(
+    fit, leaving = fit_beside(
         resolved,
         spec,
         policy,
@@ -302,8 +303,7 @@ def _memory(
         rates=planned_rates(gpu_memory),
         chosen=chosen,
     )
-    for name in parked:
-        del others[name]
+    parked = {name: others.pop(name) for name in leaving}
     graphs = cost.graphs_within(fit.room - fit.activations, fit.graphs)
 
     _, stored = stored_rollouts(resolved, spec, ranks // sharing)

@@ -94,7 +94,7 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
     in_host_memory = []
     if plan.in_host_memory:
         size = format_bytes(plan.in_host_memory)
-        what = "blocks" if plan.streamed else "shards"
+        what = "blocks and what is parked" if plan.streamed else "shards"
         in_host_memory.append(_line(f"host memory of each rank, for {what}", size))
     lines = [
         *_format_model(plan),
@@ -120,23 +120,29 @@ def verdict(plan: Plan, changes: Mapping[str, Any] | None = None) -> str:
     Args:
         changes: of the settings, with which it fits; None if they are not known.
     """
-    of_card = f"of {format_bytes(plan.gpu_memory)}"
+    cards = f"{counted(plan.ranks, 'GPU')} of {plan.gpu_memory / 1e9:g} GB"
+    each = " on each" if plan.ranks > 1 else ""
+    sizes = f"{plan.together / 2**30:.2f} of {plan.gpu_memory / 2**30:.2f} GiB{each}"
     if not plan.fits:
-        sizes = f"{format_bytes(plan.together)} on GPUs {of_card}"
+        start = f"This does not fit {cards}: {sizes}."
         if changes:
             options = " ".join(f"--{key} {_as_typed(value)}" for key, value in changes.items())
-            return f"This does not fit: {sizes}. It fits with {options}."
-        return f"This does not fit: {sizes}. Try {', or '.join(plan.remedies)}."
+            return f"{start} It fits with {options}."
+        return f"{start} Try {', or '.join(plan.remedies)}."
 
-    sentences = [f"This fits: {format_bytes(plan.together)} {of_card}."]
+    seconds = seconds_on_a_gpu(iteration_flops(plan), plan.copies, plan.card)
+    least, estimated = (duration(each) for each in seconds)
+    sentences = [
+        f"This fits {cards}: {sizes}.",
+        f"An iteration is estimated at {least} to {estimated}, without rewards.",
+    ]
+    if plan.in_host_memory:
+        of_rank = " for each GPU" if plan.ranks > 1 else ""
+        sentences.append(f"It takes {format_bytes(plan.in_host_memory)} of host memory{of_rank}.")
     if plan.streamed:
-        host = format_bytes(plan.in_host_memory)
-        sentences.append(
-            f"{plan.streamed} of {plan.blocks} blocks are streamed from {host} of host memory."
-        )
+        sentences.append(f"{plan.streamed} of {plan.blocks} blocks are streamed.")
     if plan.parked:
-        verb = "is" if len(plan.parked) == 1 else "are"
-        sentences.append(f"On the card only while used {verb}: {', '.join(plan.parked)}.")
+        sentences.append(f"Parked (on the card only while used): {', '.join(plan.parked)}.")
     return " ".join(sentences)
 
 
