@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sage_fast import Profiler
 from sage_fast.config.loader import build
@@ -46,6 +47,23 @@ def test_a_chosen_iteration_leaves_its_trace_and_no_other_does(tmp_path: Path) -
     assert not profiling._tools, "ranges are off again"
 
 
+def test_only_a_profiled_iteration_runs_its_backward_in_the_calling_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the range of the backward is, so that its kernels belong to it."""
+    multithreaded: list[bool] = []
+    backward = Tensor.backward
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        multithreaded.append(torch._C._is_multithreading_enabled())
+        backward(*arguments, **options)
+
+    monkeypatch.setattr(Tensor, "backward", noted)
+    iterate(Profiler(iterations=[2]), tmp_path, 3)
+    count = len(multithreaded) // 3
+    assert multithreaded == [True] * count + [False] * count + [True] * count
+
+
 def test_allocations_are_in_the_trace_on_request(tmp_path: Path) -> None:
     iterate(Profiler(iterations=[1], memory=True), tmp_path, 1)
     events = events_of(tmp_path / "profiles/iteration-000001/rank-000.json.gz")
@@ -59,8 +77,10 @@ def test_an_iteration_that_fails_leaves_nothing_on(tmp_path: Path) -> None:
     )
     profiler.on_iteration_start(run, 0)
     assert profiling._tools
+    assert not torch._C._is_multithreading_enabled()
     profiler.on_exception(run, RuntimeError("a reward failed"))
     assert not profiling._tools
+    assert torch._C._is_multithreading_enabled()
     assert not torch.autograd.profiler.profile(enabled=False).enabled
     with torch.profiler.profile():  # a profiler that is still on would refuse another
         pass

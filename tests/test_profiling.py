@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,41 @@ def test_ranges_close_on_an_error_and_stay_on_their_thread(recorded: Recording) 
         failing_reward()
     assert recorded.pushed == [("reward",), ("elsewhere",)]
     assert not any(recorded.stacks.values())
+
+
+def test_a_backward_runs_in_the_thread_of_its_range() -> None:
+    """On a device to which the engine gives a thread, as it does to CUDA: nodes, recomputations and
+    hooks that unpack what was saved."""
+    script = [sys.executable, "-m", "tests.device_threads"]
+    printed = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    found = json.loads(printed)
+    for when, is_here in (("before", False), ("within", True), ("after", False)):
+        hooked = {"forward": [], "backward": [is_here], "unpack": [is_here]}
+        checkpointed = {"forward": [is_here], "backward": [is_here], "unpack": []}
+        assert found["hooked"][when] == hooked
+        assert found["checkpointed"][when] == checkpointed
+
+
+def test_the_engine_has_its_threads_again_after_a_range() -> None:
+    enabled = torch._C._is_multithreading_enabled
+    elsewhere: list[bool] = []
+    assert enabled()
+    with annotate("train"):
+        assert enabled(), "ranges are off"
+    with ranges("torch"):
+        assert enabled(), "no range is open"
+        with annotate("train"):
+            with annotate("backward"):
+                assert not enabled()
+            assert not enabled(), "a range is still open"
+            thread = threading.Thread(target=lambda: elsewhere.append(enabled()))
+            thread.start()
+            thread.join()
+        assert enabled()
+        with pytest.raises(OSError, match="away"), annotate("train"), annotate("backward"):
+            raise OSError("went away")
+        assert enabled()
+    assert elsewhere == [True], "a range is of one thread"
 
 
 def test_peak_memory_belongs_to_all_open_phases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,11 @@ switched off.
 
 Ranges open and close on the host. They surround the replay of a CUDA graph; the graph itself
 contains none.
+
+A range belongs to the thread that opens it, and a profiler assigns to it the kernels which that
+thread launches. CUDA's backward would run in a thread of autograd's own, so the outermost range of
+a thread has its backwards run in the thread itself. NVTX has ranges that belong to no thread
+(start/end), but record_function does not, and they do not nest.
 """
 
 from __future__ import annotations
@@ -70,7 +75,12 @@ def tools_of_environment() -> list[str]:
 
 @contextlib.contextmanager
 def _range(name: str) -> Iterator[None]:
+    # only commands that have imported PyTorch come here: an import above would slow the others
+    from torch.autograd import set_multithreading_enabled
+
     with contextlib.ExitStack() as stack:
+        # of this thread alone; nested ranges find it off, and leave it off
+        stack.enter_context(set_multithreading_enabled(False))
         for open_range in _tools.values():
             stack.enter_context(open_range(name))
         yield
