@@ -1,5 +1,6 @@
-"""Write docs/reference/settings.md, docs/reference/cli.md and the tables of
-docs/how-to/stop-and-resume.md and docs/how-to/from-another-trainer.md.
+"""Write docs/reference/settings.md, docs/reference/cli.md, the tables of
+docs/how-to/stop-and-resume.md and docs/how-to/from-another-trainer.md, and the ranges of
+docs/how-to/profile.md.
 
 `python -m scripts.reference` does it.
 
@@ -16,6 +17,7 @@ from sage_fast.config.fields import Setting, kind, meanings, own_settings, secti
 from sage_fast.config.other_trainers import COUNTERPARTS, INSTEAD
 from sage_fast.config.schema import Config
 from sage_fast.run.resume import CHECKPOINT, KINDS, RULES
+from sage_fast.util.profiling import RANGES
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 RESUME_PAGE = "../how-to/stop-and-resume.md"
@@ -24,6 +26,9 @@ RESUME_END = "<!-- end of resume -->"
 TRAINERS_PAGE = "../how-to/from-another-trainer.md"
 TRAINERS_BEGIN = "<!-- other trainers: written by python -m scripts.reference -->"
 TRAINERS_END = "<!-- end of other trainers -->"
+PROFILE_PAGE = "../how-to/profile.md"
+RANGES_BEGIN = "<!-- ranges: written by python -m scripts.reference -->"
+RANGES_END = "<!-- end of ranges -->"
 SETTINGS = """# Settings
 
 What every setting does. A YAML file holds the settings by section; a command takes any of them as
@@ -176,6 +181,16 @@ def other_trainers_page() -> str:
     return _page_with(TRAINERS_PAGE, TRAINERS_BEGIN, text, TRAINERS_END)
 
 
+def profile_page() -> str:
+    """Return the page about profiles, with the ranges that the code opens."""
+    lines = []
+    for row in RANGES:
+        name = "  " * row.depth + row.name
+        lines.append(f"{name:<24}{row.meaning}".rstrip())
+    text = "\n".join(["```", *lines, "```", ""])
+    return _page_with(PROFILE_PAGE, RANGES_BEGIN, text, RANGES_END)
+
+
 def _page_with(name: str, begin: str, text: str, end: str) -> str:
     """Return a page with `text` in place of what stands between two of its lines."""
     page = (FOLDER / name).read_text(encoding="utf-8")
@@ -189,6 +204,7 @@ PAGES = {
     "cli.md": commands_page,
     RESUME_PAGE: resume_page,
     TRAINERS_PAGE: other_trainers_page,
+    PROFILE_PAGE: profile_page,
 }
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import nvtx
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 
 from sage_fast.cli import main
@@ -32,7 +33,7 @@ from sage_fast.tools.phases import (
 from sage_fast.tools.plan import plan
 from sage_fast.util import profiling
 from sage_fast.util.meters import Stopwatch
-from sage_fast.util.profiling import PHASES, annotate, ranges
+from sage_fast.util.profiling import PHASES, annotate, annotate_backward, ranges
 from tests.ranks import command_on_ranks
 from tests.test_cli import PAPER, SMALL
 from tests.tiny import settings, tiny_trainer
@@ -64,6 +65,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recording:
     return recording
 
 
+def without_blocks(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The paths that do not lead into the blocks of the transformer."""
+    return [path for path in paths if not any(name.startswith("block ") for name in path)]
+
+
 def test_ranges_of_an_iteration(recorded: Recording) -> None:
     config = settings(kl__strategy="fixed", sampling__batch_size=4)  # 6 samples: two batches
     trainer = tiny_trainer(config)
@@ -81,7 +87,7 @@ def test_ranges_of_an_iteration(recorded: Recording) -> None:
     rollout = [("rollout",), *[path for step in steps for path in step]]
     scored = [("decode",), ("reward",)]
     micro = [("train", "forward"), ("train", "backward")]
-    assert recorded.pushed == [
+    assert without_blocks(recorded.pushed) == [
         ("rollout",),  # conditioning
         *[*rollout, *scored, *rollout, *scored],
         # 30 transitions, 8 at a time
@@ -97,6 +103,9 @@ def test_off_means_nothing(recorded: Recording, monkeypatch: pytest.MonkeyPatch)
     assert recorded.pushed == []
     # one shared null context, and no name is made
     assert annotate("step", 3) is annotate("rollout")
+    y = 2 * torch.ones(2, requires_grad=True)
+    annotate_backward([y], "block", 3)
+    assert y._backward_hooks is None
 
 
 def test_ranges_close_on_an_error_and_stay_on_their_thread(recorded: Recording) -> None:
@@ -187,11 +196,79 @@ def test_peak_memory_belongs_to_all_open_phases(monkeypatch: pytest.MonkeyPatch)
     assert Stopwatch(torch.device("cpu")).peaks() == {}
 
 
-def test_the_page_names_each_phase_in_its_table_of_ranges() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "how-to" / "profile.md").read_text()
-    table = page.split("## Ranges")[1].split("```")[1]
-    named = {word for line in table.splitlines() for word in line[:37].split()}
-    assert {*profiling.PHASES, profiling.WAIT} <= named
+def listed_paths() -> list[tuple[str, ...]]:
+    """Each range of the table with those around it, without indices."""
+    paths: list[tuple[str, ...]] = []
+    for row in profiling.RANGES:
+        around = paths[-1][: row.depth] if row.depth else ()
+        assert len(around) == row.depth, f"{row.name} is too deep"
+        paths.append((*around, row.label))
+    return paths
+
+
+def test_every_listed_range_is_opened_and_no_other(
+    recorded: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run whose backward recomputes blocks, as one of several ranks."""
+    monkeypatch.setattr("sage_fast.util.meters.world_size", lambda: 2)
+    config = settings(kl__strategy="fixed", model__gradient_checkpointing="full")
+    trainer = tiny_trainer(config)
+    with ranges("nvtx"), annotate("iteration", 1):
+        trainer.iteration(0)
+    opened = {tuple(name.split(" ")[0] for name in path) for path in recorded.pushed}
+    listed = listed_paths()
+    assert len({*listed}) == len(listed)
+    assert {*listed} <= opened
+    assert {path[-1] for path in opened} == {path[-1] for path in listed}
+    assert {*profiling.PHASES, profiling.WAIT} <= {path[-1] for path in listed}
+
+
+@pytest.mark.parametrize("mode", ["none", "attention", "full"])
+def test_ranges_of_blocks(recorded: Recording, mode: str) -> None:
+    """Forwards from the first block on, backwards from the last; a recomputation lies within the
+    backward of its block."""
+    trainer = tiny_trainer(settings(model__gradient_checkpointing=mode))
+    blocks = len(trainer.policy.block_list())
+    assert blocks > 1
+    with ranges("nvtx"):
+        trainer.iteration(0)
+    forward = [path[2:] for path in recorded.pushed if path[:2] == ("train", "forward")][1:]
+    expected = []
+    for index in range(blocks):
+        expected += [(f"block {index}",), (f"block {index}", "attention")]
+    assert forward[: len(expected)] == expected
+
+    backward = [path[2:] for path in recorded.pushed if path[:2] == ("train", "backward")][1:]
+    expected = []
+    for index in reversed(range(blocks)):
+        name = f"block {index}"
+        expected.append((name,))
+        if mode != "none":
+            expected += [(name, name), (name, name, "attention")]
+    assert backward[: len(expected)] == expected
+    assert not any(recorded.stacks.values())
+
+
+def test_a_backward_that_fails_closes_the_range_of_its_block(recorded: Recording) -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise OSError("went away")
+
+    with ranges("nvtx"):
+        y = Failing.apply(torch.ones(2, requires_grad=True))
+        annotate_backward([y, None, torch.ones(2)], "block", 3)
+        with pytest.raises(OSError, match="away"), annotate("backward"):
+            y.sum().backward()
+        z = torch.ones(2, requires_grad=True) * 2
+        annotate_backward([z], "block", 4)
+    z.sum().backward()  # ranges are off
+    assert recorded.pushed == [("backward",), ("backward", "block 3")]
+    assert not any(recorded.stacks.values())
 
 
 def test_switches_nest_without_doubling(recorded: Recording) -> None:
@@ -222,7 +299,7 @@ def test_the_environment_switches_ranges_on(
     ]
     monkeypatch.setenv("SAGE_FAST_NVTX", "1")
     assert main([*sample, "--eval.steps", "2"]) == 0
-    assert [path[-1] for path in recorded.pushed] == [
+    assert [path[-1] for path in without_blocks(recorded.pushed)] == [
         *["step 0", "transformer", "transition", "step 1", "transformer", "transition"]
     ]
     monkeypatch.setenv("SAGE_FAST_NVTX", "yes")

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_fast.util.errors import UserError
+from sage_fast.util.profiling import annotate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value `[B, S, H, D]`) -> `[B, S, H, D]`."""
@@ -152,7 +153,8 @@ class AttentionRow:
     sums_dq_in_float32: bool = False
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.attend(query, key, value)
+        with annotate("attention"):
+            return self.attend(query, key, value)
 
 
 ATTENTION = {

@@ -58,7 +58,8 @@ class TextToVideoForward(nn.Module):
         self.dtype = dtype
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
         self.blocks = nn.ModuleList(
-            TextToVideoBlock(block) for block in transformer.transformer_blocks
+            TextToVideoBlock(block, index)
+            for index, block in enumerate(transformer.transformer_blocks)
         )
         norms = [
             norm
