@@ -29,7 +29,9 @@ from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.load import make_trainable
 from sage_fast.models.lora.linear import padding_for
+from sage_fast.ops._common import LIBRARY
 from sage_fast.tools.harness import BURST_FLOPS
+from sage_fast.tools.operators import bytes_of_call
 
 TOKENS, TEXT, WIDTH = 21 * 30 * 52, 200, 2048
 """Video and text tokens of a 480p video of 81 frames, and the width of the published transformer.
@@ -94,11 +96,10 @@ class Traffic(TorchDispatchMode):
         if name in ("copy_", "fill_", "zero_"):
             read = (args[1:], kwargs)
         tensors = [t for t in tree_leaves((read, out)) if isinstance(t, Tensor)]
-        count = sum(t.nbytes for t in tensors)
-        if name.startswith("norm_rotate"):  # it does not touch the values in the joint tensor
-            count -= max(t.nbytes for t in args if isinstance(t, Tensor)) // 3
-        if name == "adapter_rows_backward":  # it writes over its gradient
-            count += args[0].nbytes
+        if func.namespace == LIBRARY.ns:
+            count = bytes_of_call(name, args, out)
+        else:
+            count = sum(t.nbytes for t in tensors)
         self.bytes[name] += count
         self.launches += 1
         aten = torch.ops.aten

@@ -381,6 +381,20 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(
     assert result["planned_bytes"] == sum(expected.memory.values())
 
 
+def test_the_profile_has_rates_of_operations(
+    profiled: tuple[Path, str, dict[str, Any]],
+) -> None:
+    _, printed, result = profiled
+    rows = {row["name"]: row for row in result["rates"]}
+    assert {"attention forward", "attention backward", "norm_rotate"} <= rows.keys()
+    row = rows["norm_rotate"]
+    rate = row["bytes"] / row["seconds"] / 1e9
+    assert re.search(rf"^ +{row['seconds']:.4f} +{row['calls']} +{rate:.4g}  norm_rotate$",
+                     printed, re.M)  # fmt: skip
+    done = sum(row["flops"] or 0 for row in rows.values())
+    assert 0 < done <= 2 * result["phases"]["total"]["flops"]
+
+
 def test_the_trace_has_the_ranges(profiled: tuple[Path, str, dict[str, Any]]) -> None:
     folder = profiled[0]
     with gzip.open(folder / "rank-000.json.gz", "rt") as file:

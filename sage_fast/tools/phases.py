@@ -1,4 +1,5 @@
-"""Profile one iteration: time by phase and, on a GPU, by kernel, MFU and HFU, a Chrome trace.
+"""Profile one iteration: time by phase and, on a GPU, by kernel, MFU and HFU, TFLOP/s and GB/s of
+operations, a Chrome trace.
 
     <folder>/profile.json rank-000.json.gz ...
 
@@ -26,6 +27,7 @@ from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
+from sage_fast.tools.rates import format_rates, rate_table
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes, synchronize
@@ -101,7 +103,7 @@ def profile_iteration(
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
         model = setup.model
         expected = plan(config, model.spec, ranks=world_size(), chosen=model.checkpointing)
-        profiler = None if window_only else torch.profiler.profile()
+        profiler = None if window_only else torch.profiler.profile(record_shapes=True)
         barrier()  # ranks measure the ceiling in different times
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
@@ -121,15 +123,18 @@ def profile_iteration(
             phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row
         },
         "planned_bytes": sum(expected.memory.values()),
+        "rates": [],
         "kernels": [],
         "trace": None if window_only else str(folder / TRACE.format(rank())),
     }
     if profiler is not None and rank() == 0:
         write_json(result, folder / "profile.json")  # before the trace is read, which may be long
-        if device.type == "cuda":
-            log.info("reading the trace")
+        log.info("reading the trace")
+        on_gpu = device.type == "cuda"
+        result["rates"] = rate_table(profiler.events(), on_gpu=on_gpu)
+        if on_gpu:
             result["kernels"] = kernel_table(profiler.key_averages())
-            write_json(result, folder / "profile.json")
+        write_json(result, folder / "profile.json")
     if profiler is not None:
         profiler.export_chrome_trace(str(result["trace"]))
     return result
@@ -265,7 +270,10 @@ def format_profile(result: Mapping[str, Any]) -> str:
             share = peaks["train"] / planned
             line += f"; train is {share:.0%} of the planned {format_bytes(planned)}"
         lines.append(line)
+    rates = result.get("rates")
     kernels = result.get("kernels")
+    if rates:
+        lines += ["", *format_rates(rates, on_gpu=bool(kernels))]
     if kernels:
         total = sum(row["seconds"] for row in kernels)
         lines += [

@@ -201,10 +201,20 @@ def is_attention(operator: Any) -> bool:
     kernel."""
     # str() would say namespace.operator
     name = operator if isinstance(operator, str) else operator.name()
-    forward = "backward" not in name and "bwd" not in name
-    return forward and any(
-        part in name for backend in ATTENTION.values() for part in backend.operators
-    )
+    return _is_of_a_kernel(name) and not _is_backward(name)
+
+
+def is_attention_backward(name: str) -> bool:
+    """Whether an operator of this name is the backward of an attention kernel."""
+    return _is_of_a_kernel(name) and _is_backward(name)
+
+
+def _is_of_a_kernel(name: str) -> bool:
+    return any(part in name for backend in ATTENTION.values() for part in backend.operators)
+
+
+def _is_backward(name: str) -> bool:
+    return "backward" in name or "bwd" in name
 
 
 def _is_installed(package: str) -> bool:
