@@ -249,6 +249,20 @@ def test_ranges_of_blocks(recorded: Recording, mode: str) -> None:
     assert not any(recorded.stacks.values())
 
 
+@pytest.mark.parametrize("mode", ["none", "attention", "full"])
+def test_ranges_change_no_weight(recorded: Recording, mode: str) -> None:
+    trained = []
+    for tools in ([], ["nvtx", "torch"]):
+        trainer = tiny_trainer(settings(model__gradient_checkpointing=mode))
+        with ranges(*tools):
+            trainer.iteration(0)
+        trained.append(trainer.policy.snapshot())
+    without, with_ranges = trained
+    assert recorded.pushed
+    assert without.keys() == with_ranges.keys()
+    assert all(torch.equal(without[name], with_ranges[name]) for name in without)
+
+
 def test_a_backward_that_fails_closes_the_range_of_its_block(recorded: Recording) -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -379,6 +393,23 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(
     assert phases["train"]["flops"] == pytest.approx(expected.flops["training"])
     assert phases["anchor"]["flops"] == pytest.approx(expected.flops["anchor"])
     assert result["planned_bytes"] == sum(expected.memory.values())
+
+
+def test_the_commands_of_the_page_name_ranges_and_kernels_that_exist() -> None:
+    repository = Path(__file__).parent.parent
+    page = (repository / "docs" / "how-to" / "profile.md").read_text()
+    labels = {row.label for row in profiling.RANGES}
+    patterns = re.findall(r"--nvtx-include 'sage_fast@([^']+)'", page)
+    assert len(patterns) == page.count("--nvtx-include") >= 2
+    for pattern in patterns:
+        for name in pattern.strip("/").split("/*/"):
+            assert name.split(" ")[0] in labels, name
+
+    kernels = "".join(file.read_text() for file in (repository / "kernels").glob("*.py"))
+    names = re.findall(r"--kernel-name 'regex:([^']+)'", page)
+    assert len(names) == len(re.findall(r"--kernel-name '", page)) > 0
+    for name in "|".join(names).split("|"):
+        assert re.search(rf"^def \w*{name}\w*\(", kernels, re.M), name
 
 
 def test_the_profile_has_rates_of_operations(

@@ -32,6 +32,7 @@ from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
 from sage_fast.util.cards import planned_rates
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
+from sage_fast.util.profiling import annotate, ranges
 from tests.pretend_cuda import CUDA, PretendCuda
 from tests.test_cli import PAPER, SMALL
 from tests.test_forward import PROMPTS, inputs
@@ -130,6 +131,16 @@ def test_the_backward_may_run_in_another_thread(
     assert_equal(two_iterations(model_of(CPU, 2, mode), CPU), expected)
     assert threads
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_ranges_change_nothing(mode: CheckpointPlan) -> None:
+    """The backward then opens those of its blocks."""
+    given = {"guidance": 3.0}
+    expected = two_iterations(model_of(CPU, 2, mode, **given), CPU)
+    with ranges("torch"), annotate("backward"):
+        found = two_iterations(model_of(CPU, 2, mode, **given), CPU)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("given", [{"guidance": 3.0}, {"model__lora_targets": ".*to_q"}], ids=str)
