@@ -181,7 +181,8 @@ def test_nothing_leaves_a_device_with_room() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(policy), "device", property(lambda self: CUDA))
             memory = (needed + 1) + spare
-            _, parked = fit.fit_beside(resolved, spec, policy, memory, others, ranks=1, rates=rates)
+            fitting = fit.Fitting(resolved, spec, policy, ranks=1)
+            _, parked = fitting.beside(others, memory, rates)
             found.append(parked)
     assert found == [[], [fit.AUTOENCODER], [fit.AUTOENCODER, fit.REWARDS]]
 
@@ -195,6 +196,6 @@ def least_memory(config: Any, spec: Any, resolved: ResolvedConfig) -> float:
         while high - low > 1:
             middle = (low + high) / 2
             rates = fit.Rates(flops=1e12)
-            found = fit.fit_model(resolved, spec, policy, middle, ranks=1, rates=rates)
+            found = fit.Fitting(resolved, spec, policy, ranks=1).best(middle, rates)
             low, high = (low, middle) if found.fits else (middle, high)
     return high

@@ -429,15 +429,8 @@ def fit_on(gibibytes: float, host_memory: float = math.inf, **given: Any) -> fit
     spec = find_spec(config.model.path)
     policy = meta_policy(spec, config.model)
     memory = gibibytes * 2**30
-    return fit.fit_model(
-        ResolvedConfig(config),
-        spec,
-        policy,
-        memory,
-        ranks=1,
-        rates=planned_rates(memory),
-        host_memory=host_memory,
-    )
+    fitting = fit.Fitting(ResolvedConfig(config), spec, policy, ranks=1)
+    return fitting.best(memory, planned_rates(memory), host_memory=host_memory)
 
 
 def test_auto_streams_where_it_saves_a_tenth_of_the_time() -> None:

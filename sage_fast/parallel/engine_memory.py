@@ -84,6 +84,16 @@ class EngineMemory:
         sizes = {name: size for name, size in vars(self).items() if name != "in_host_memory"}
         return {name.replace("_", " "): size for name, size in sizes.items() if size}
 
+    def with_streaming(self, sizes: StreamSizes) -> EngineMemory:
+        """Return the memory with streamed blocks, and with the fused linears of the others."""
+        return dataclasses.replace(
+            self,
+            frozen_weights=self.frozen_weights - sizes.leaving,
+            adapter_copies=float(sizes.copies),
+            slots_of_streamed_blocks=float(sizes.slots),
+            in_host_memory=self.in_host_memory + sizes.host,
+        )
+
     def __add__(self, other: EngineMemory) -> EngineMemory:
         return EngineMemory(
             **{name: size + getattr(other, name) for name, size in vars(self).items()}
@@ -96,7 +106,6 @@ def engine_memory(
     strategy: KLStrategy,
     policy: Policy,
     ranks: int = 1,
-    streaming: StreamSizes | None = None,
 ) -> EngineMemory:
     """Compute the memory an engine will hold on each rank.
 
@@ -105,8 +114,6 @@ def engine_memory(
         strategy: the KL strategy, which may have an anchor.
         policy: with whole weights, on any device (including meta).
         ranks: of the run.
-        streaming: bytes of streamed blocks and of the fused linears of the others; None counts
-            neither.
     """
     row = ENGINES[train.engine]
     stored = row.stored_bytes(model.element_bytes)
@@ -156,14 +163,6 @@ def engine_memory(
     if model.element_bytes < width:
         copied = sum(p.numel() for p in (whole or weights).values())
         memory = dataclasses.replace(memory, autocast_copies=2.0 * copied)
-    if streaming is not None:
-        memory = dataclasses.replace(
-            memory,
-            frozen_weights=memory.frozen_weights - streaming.leaving,
-            adapter_copies=float(streaming.copies),
-            slots_of_streamed_blocks=float(streaming.slots),
-            in_host_memory=memory.in_host_memory + streaming.host,
-        )
     return memory
 
 

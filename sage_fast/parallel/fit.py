@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ from sage_fast.models.load import meta_policy
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import MAX_GRAPHS, Cost, Spec
-from sage_fast.models.streaming import BlockSizes, StreamSizes, block_sizes, stream_sizes
+from sage_fast.models.streaming import StreamSizes, block_sizes, stream_sizes
 from sage_fast.parallel.engine_memory import EngineMemory, engine_memory
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.util.cards import Rates, rates_of
@@ -115,60 +115,20 @@ def choose_placement(
     decoder = config.model.element_bytes * spec.cost(config).decoder_weights
     rates = rates_of(device)
     host_memory = free_bytes(torch.device("cpu")) / launched("LOCAL_WORLD_SIZE", 1)
-    fit, parked = fit_beside(
-        resolved,
-        spec,
-        policy,
-        free_bytes(device) + reward_bytes,
+    fitting = Fitting(resolved, spec, policy, world_size())
+    fit, parked = fitting.beside(
         {AUTOENCODER: decoder, REWARDS: reward_bytes},
-        ranks=world_size(),
-        rates=rates,
+        free_bytes(device) + reward_bytes,
+        rates,
         host_memory=host_memory,
     )
     count = max(all_gather_object(fit.streamed))
     parked = max(all_gather_object(parked), key=len)
-    sizes = stream_sizes(_sizes_of(config, policy), count)
+    sizes = stream_sizes(fitting.blocks, count)
     for problem in all_gather_object(_host_memory_problem(config, count, sizes.host)):
         if problem:
             raise UserError(problem)
     return Placement(streamed=count, parked=tuple(parked), copy_rate=rates.copies)
-
-
-def fit_beside(
-    resolved: ResolvedConfig,
-    spec: Spec,
-    policy: Policy,
-    memory: float,
-    others: Mapping[str, float],
-    *,
-    ranks: int,
-    rates: Rates,
-    host_memory: float = math.inf,
-    chosen: CheckpointPlan | None = None,
-) -> tuple[Fit, list[str]]:
-    """Fit training beside `others` (name -> bytes); return the fit, and which of them have to leave
-    the device, the first ones first.
-
-    None leaves unless training would not fit by streaming and recomputation alone. On a CPU none
-    does. Other arguments as of `fit_model`.
-    """
-    names = [name for name, size in others.items() if size]
-    most = 0 if policy.device.type == "cpu" else len(names)
-    for count in range(most + 1):
-        staying = sum(others[name] for name in names[count:])
-        fit = fit_model(
-            resolved,
-            spec,
-            policy,
-            memory - staying,
-            ranks=ranks,
-            rates=rates,
-            host_memory=host_memory,
-            chosen=chosen,
-        )
-        if fit.fits:
-            break
-    return fit, names[:count]
 
 
 def _host_memory_problem(config: Config, count: int, needed: int) -> str:
@@ -201,15 +161,8 @@ def choose_checkpointing(resolved: ResolvedConfig, model: Model) -> tuple[Checkp
     stream = policy.stream
     if stream is not None:
         usable += stream.sizes.slots + stream.sizes.copies - stream.sizes.leaving
-    fit = _fit_of(
-        resolved,
-        model.spec,
-        policy,
-        usable,
-        ranks=world_size(),
-        blocks=_sizes_of(resolved.config, policy),
-        streamed=0 if stream is None else stream.count,
-    )
+    fitting = Fitting(resolved, model.spec, policy, world_size())
+    fit = fitting.streaming(0 if stream is None else stream.count, usable)
     chosen = max(
         all_gather_object(fit.checkpointing),
         key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count),
@@ -217,94 +170,156 @@ def choose_checkpointing(resolved: ResolvedConfig, model: Model) -> tuple[Checkp
     return chosen, fit.room - chosen.mean(cost.activations) if fit.graphs else 0.0
 
 
-def fit_model(
-    resolved: ResolvedConfig,
-    spec: Spec,
-    policy: Policy,
-    usable: float,
-    *,
-    ranks: int,
-    rates: Rates,
-    host_memory: float = math.inf,
-    chosen: CheckpointPlan | None = None,
-) -> Fit:
-    """Choose what is streamed and what is recomputed, for a run and for its plan.
-
-    `auto` streams as many blocks as make a sample fastest: more of them leave room to recompute
-    less. Of counts that are nearly as fast (`NEARLY_AS_FAST`) it takes the smallest. It streams
-    nothing where training fits without, unless streaming saves more than `STREAMING_GAIN` leaves.
+class Fitting:
+    """Finds what makes training fit on a rank, for a run and for its plan.
 
     Args:
+        resolved: the settings.
+        spec: of the model.
         policy: with whole weights, on any device (including meta).
-        usable: bytes of the device for weights and training.
         ranks: number of ranks.
-        rates: of the device.
-        host_memory: bytes of it for streamed blocks; `auto` takes more only if nothing else fits.
-        chosen: what is recomputed; by default what fits.
 
-    Raises:
-        UserError: more blocks are to be streamed than there are.
+    Attributes:
+        blocks: bytes of each block.
     """
-    config = resolved.config
-    blocks = _sizes_of(config, policy)
-    fits = []
-    for count in _counts(config, len(blocks)):
-        fit = _fit_of(
-            resolved,
-            spec,
-            policy,
-            usable,
-            ranks=ranks,
-            blocks=blocks,
+
+    def __init__(self, resolved: ResolvedConfig, spec: Spec, policy: Policy, ranks: int) -> None:
+        config = resolved.config
+        self.resolved = resolved
+        self.cost = spec.cost(config)
+        self.blocks = block_sizes(policy, config.model.element_bytes)
+        self._on_cpu = policy.device.type == "cpu"  # a plan's policy is on `meta`
+        strategy = resolved.objective.strategy
+        self._engine = engine_memory(config.model, config.train, strategy, policy, ranks)
+        self._stored = 0.0
+        if not config.sampling.offload_trajectories:
+            groups = ranks // config.model.sequence_parallel
+            _, stored = stored_rollouts(resolved, spec, groups)
+            self._stored = sum(stored.values())
+
+    def streaming(self, count: int, usable: float, chosen: CheckpointPlan | None = None) -> Fit:
+        """Return how training fits with `count` streamed blocks.
+
+        Args:
+            usable: bytes of the device for weights and training.
+            chosen: what is recomputed; by default what the settings say, or what fits.
+        """
+        config, cost = self.resolved.config, self.cost
+        sizes = StreamSizes()
+        if _can_stream(config):  # gathered weights are not joined with adapters
+            sizes = stream_sizes(self.blocks, count)
+        engine = self._engine.with_streaming(sizes)
+        taken = engine.total - engine.weights + self._stored
+        room = MEMORY_SHARE * (usable - engine.weights) - taken
+
+        graphs = 0.0 if self._on_cpu else graph_bytes(cost, self.resolved, count)
+        asked = config.model.gradient_checkpointing
+        least = cost.activations[MODES[-1] if asked == "auto" else asked]
+        # nothing if none fits: recomputing for none would be in vain
+        left = room - cost.graphs_within(room - least, graphs)
+        if chosen is not None:
+            checkpointing = chosen
+        elif asked != "auto":
+            checkpointing = CheckpointPlan(asked)
+        else:
+            checkpointing = fastest_that_fits(cost.activations, left, len(self.blocks))
+        return Fit(
             streamed=count,
-            chosen=chosen,
+            sizes=sizes,
+            engine=engine,
+            checkpointing=checkpointing,
+            activations=checkpointing.mean(cost.activations),
+            graphs=graphs,
+            room=room,
         )
-        fits.append(fit)
-    cost = spec.cost(config)
 
-    def seconds(fit: Fit) -> float:
-        return sample_seconds(resolved, cost, fit, rates)
+    def best(
+        self,
+        usable: float,
+        rates: Rates,
+        *,
+        host_memory: float = math.inf,
+        chosen: CheckpointPlan | None = None,
+    ) -> Fit:
+        """Choose what is streamed and what is recomputed.
 
-    fitting = [fit for fit in fits if fit.fits]
-    if not fitting:
-        return fits[-1]  # which takes the least
-    affordable = [fit for fit in fitting if fit.sizes.host <= host_memory]
-    shortest = min(seconds(fit) for fit in affordable or fitting)
-    fastest = next(
-        fit for fit in affordable or fitting if seconds(fit) <= NEARLY_AS_FAST * shortest
-    )
-    without = fitting[0]
-    if without.streamed == 0 and seconds(fastest) > STREAMING_GAIN * seconds(without):
-        return without
-    return fastest
+        `auto` streams as many blocks as make a sample fastest: more of them leave room to recompute
+        less. Of counts that are nearly as fast (`NEARLY_AS_FAST`) it takes the smallest. It streams
+        nothing where training fits without, unless streaming saves more than `STREAMING_GAIN`
+        leaves.
 
+        Args:
+            usable, chosen: as of `streaming`.
+            rates: of the device.
+            host_memory: bytes of it for streamed blocks; `auto` takes more only if nothing else
+                fits.
 
-def _counts(config: Config, blocks: int) -> Iterable[int]:
-    """Return the numbers of streamed blocks that the settings allow.
+        Raises:
+            UserError: more blocks are to be streamed than there are.
+        """
+        fits = [self.streaming(count, usable, chosen) for count in self._counts()]
 
-    Raises:
-        UserError: more than there are.
-    """
-    asked = config.model.stream_blocks
-    if asked == "auto":
-        return range(blocks + 1) if _can_stream(config) else [0]
-    if asked == "all":
-        return [blocks]
-    config.model.require(
-        asked <= blocks,
-        "stream_blocks",
-        f"expected at most {blocks}, the blocks of the model; the nearest is all",
-    )
-    return [asked]
+        def seconds(fit: Fit) -> float:
+            return sample_seconds(self.resolved, self.cost, fit, rates)
+
+        fitting = [fit for fit in fits if fit.fits]
+        if not fitting:
+            return fits[-1]  # which takes the least
+        affordable = [fit for fit in fitting if fit.sizes.host <= host_memory] or fitting
+        shortest = min(map(seconds, affordable))
+        fewest = next(fit for fit in affordable if seconds(fit) <= NEARLY_AS_FAST * shortest)
+        without = fitting[0]
+        if without.streamed == 0 and seconds(fewest) > STREAMING_GAIN * seconds(without):
+            return without
+        return fewest
+
+    def beside(
+        self,
+        others: Mapping[str, float],
+        memory: float,
+        rates: Rates,
+        *,
+        host_memory: float = math.inf,
+        chosen: CheckpointPlan | None = None,
+    ) -> tuple[Fit, list[str]]:
+        """Choose as `best` does beside `others` (name -> bytes); return the fit, and which of them
+        have to leave the device, the first ones first.
+
+        None leaves unless training would not fit by streaming and recomputation alone. On a CPU
+        none does.
+        """
+        names = [name for name, size in others.items() if size]
+        most = 0 if self._on_cpu else len(names)
+        for count in range(most + 1):
+            staying = sum(others[name] for name in names[count:])
+            fit = self.best(memory - staying, rates, host_memory=host_memory, chosen=chosen)
+            if fit.fits:
+                break
+        return fit, names[:count]
+
+    def _counts(self) -> Sequence[int]:
+        """Return the numbers of streamed blocks that the settings allow.
+
+        Raises:
+            UserError: more than there are.
+        """
+        config, blocks = self.resolved.config, len(self.blocks)
+        asked = config.model.stream_blocks
+        if asked == "auto":
+            return range(blocks + 1) if _can_stream(config) else [0]
+        if asked == "all":
+            return [blocks]
+        config.model.require(
+            asked <= blocks,
+            "stream_blocks",
+            f"expected at most {blocks}, the blocks of the model; the nearest is all",
+        )
+        return [asked]
 
 
 def _can_stream(config: Config) -> bool:
     """Whether the blocks have frozen weights, whole on every rank."""
     return config.model.trains_adapter and not ENGINES[config.train.engine].gathers
-
-
-def _sizes_of(config: Config, policy: Policy) -> list[BlockSizes]:
-    return block_sizes(policy, config.model.element_bytes)
 
 
 def sample_seconds(resolved: ResolvedConfig, cost: Cost, fit: Fit, rates: Rates) -> float:
@@ -338,51 +353,6 @@ def _training_flops(config: Config, cost: Cost) -> dict[str, float]:
     return found
 
 
-def _fit_of(
-    resolved: ResolvedConfig,
-    spec: Spec,
-    policy: Policy,
-    usable: float,
-    *,
-    ranks: int,
-    blocks: list[BlockSizes],
-    streamed: int,
-    chosen: CheckpointPlan | None = None,
-) -> Fit:
-    """Fit activations and CUDA graphs beside `streamed` blocks; arguments as of `fit_model`."""
-    config = resolved.config
-    cost = spec.cost(config)
-    joins = _can_stream(config)  # gathered weights are not joined with adapters
-    sizes = stream_sizes(blocks, streamed) if joins else StreamSizes()
-    strategy = resolved.objective.strategy
-    engine = engine_memory(config.model, config.train, strategy, policy, ranks, sizes)
-    room = _training_room(resolved, spec, engine, usable, ranks)
-
-    # a plan's policy is on `meta`
-    graphs = 0.0
-    if policy.device.type != "cpu":
-        graphs = graph_bytes(cost, resolved, streamed)
-    asked = config.model.gradient_checkpointing
-    least = cost.activations[MODES[-1] if asked == "auto" else asked]
-    # nothing if none fits: recomputing for none would be in vain
-    left = room - cost.graphs_within(room - least, graphs)
-    if chosen is not None:
-        checkpointing = chosen
-    elif asked != "auto":
-        checkpointing = CheckpointPlan(asked)
-    else:
-        checkpointing = fastest_that_fits(cost.activations, left, len(blocks))
-    return Fit(
-        streamed=streamed,
-        sizes=sizes,
-        engine=engine,
-        checkpointing=checkpointing,
-        activations=checkpointing.mean(cost.activations),
-        graphs=graphs,
-        room=room,
-    )
-
-
 def graph_bytes(cost: Cost, resolved: ResolvedConfig, streamed: int = 0) -> float:
     """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
 
@@ -395,22 +365,3 @@ def graph_bytes(cost: Cost, resolved: ResolvedConfig, streamed: int = 0) -> floa
     if not (config.sampling.cuda_graphs and stays and alone):
         return 0.0
     return cost.step + MAX_GRAPHS * cost.context
-
-
-def _training_room(
-    resolved: ResolvedConfig, spec: Spec, engine: EngineMemory, usable: float, ranks: int
-) -> float:
-    """Return the bytes for activations and CUDA graphs: what is left beside everything else that
-    the engine and the stored rollouts will take on a rank.
-
-    Args:
-        usable: bytes of the device for weights and training.
-        ranks: number of ranks.
-    """
-    config = resolved.config
-    groups = ranks // config.model.sequence_parallel
-    stored: dict[str, float] = {}
-    if not config.sampling.offload_trajectories:
-        _, stored = stored_rollouts(resolved, spec, groups)
-    taken = engine.total - engine.weights + sum(stored.values())
-    return MEMORY_SHARE * (usable - engine.weights) - taken

@@ -28,7 +28,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel.engine_memory import engine_memory
-from sage_fast.parallel.fit import Fit, fit_beside
+from sage_fast.parallel.fit import Fit, Fitting
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.load import reward_bytes
 from sage_fast.tools.harness import BURST_FLOPS
@@ -293,16 +293,8 @@ def _memory(
     for name, size in rewards.items():
         if size:
             others[name] = size
-    fit, leaving = fit_beside(
-        resolved,
-        spec,
-        policy,
-        gpu_memory,
-        others,
-        ranks=ranks,
-        rates=planned_rates(gpu_memory),
-        chosen=chosen,
-    )
+    fitting = Fitting(resolved, spec, policy, ranks)
+    fit, leaving = fitting.beside(others, gpu_memory, planned_rates(gpu_memory), chosen=chosen)
     parked = {name: others.pop(name) for name in leaving}
     graphs = cost.graphs_within(fit.room - fit.activations, fit.graphs)
 
