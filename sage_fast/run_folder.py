@@ -1,7 +1,7 @@
 """A run folder, finished or not: where its files are, and what they hold.
 
 <run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/
-videos/ logs/ <run>/report.html run.lock
+videos/ logs/ hangs/ <run>/report.html run.lock
 
 Imports nothing heavy.
 """

@@ -128,6 +128,12 @@ def test_the_other_rank_ends_too_and_says_why(
         assert f"sage-fast: rank 1 failed: {CAUSE}\n" in screen
         assert "Traceback" not in screen
     assert second.splitlines()[-1].endswith(CAUSE), second
+    assert "no answer" not in second
+    (dump,) = (tmp_path / "run" / "hangs").iterdir()
+    for number in range(RANKS):
+        stacks = (dump / f"stacks-{number}.txt").read_text()
+        assert f"rank 1 failed: {CAUSE}\n" in stacks
+        assert "\nwaits in " in stacks
     assert second.index("Traceback") < second.index(CAUSE), "where it was"
 
 

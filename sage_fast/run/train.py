@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from sage_fast.run import claim, read_metrics
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint, save_final_weights
 from sage_fast.run.facts import describe, throughput
 from sage_fast.run.fail_fast import fail_fast
+from sage_fast.run.hang_dump import HangDump
 from sage_fast.run.hooks import RunHooks
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.stop import Stop
@@ -81,12 +83,17 @@ def train(
         raise UserError(f"config = {config!r:.60}: expected settings, of sf.load or sf.build")
     given = _listed(callbacks)
     config = replaced(config, {})  # a list or a mapping in it may have changed since its check
-    with fail_fast(config.timeout_minutes), writing(config.output):
-        return _train(config, given, reward_funcs, resume=resume)
+    with fail_fast(config.timeout_minutes, Path(config.output)) as dump, writing(config.output):
+        return _train(config, given, reward_funcs, dump, resume=resume)
 
 
 def _train(
-    config: Config, callbacks: Sequence[Callback], reward_funcs: object, *, resume: bool
+    config: Config,
+    callbacks: Sequence[Callback],
+    reward_funcs: object,
+    dump: HangDump | None,
+    *,
+    resume: bool,
 ) -> Run:
     """Train as `train` does, on ranks that have joined."""
     reward_objects: dict[str, Any] = {}
@@ -105,7 +112,12 @@ def _train(
     called = Callbacks(users, built_in(config, evaluations))
 
     folder = Path(config.output)
-    with Stop(config.train.grace_seconds) as signals, claim.locked(folder) as own_claim:
+    watchdog = contextlib.nullcontext() if dump is None else dump.for_watchdog()
+    with (
+        Stop(config.train.grace_seconds) as signals,
+        claim.locked(folder) as own_claim,
+        watchdog,
+    ):
         run = Run(
             resolved, signals, own_claim, called, resume=resume, reward_objects=reward_objects
         )

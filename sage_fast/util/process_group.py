@@ -19,6 +19,14 @@ from sage_fast.util.errors import RankError, RunError, UserError, first_line
 from sage_fast.util.launchers import check_launch, launched
 from sage_fast.util.ranks import local_device, shutdown
 
+FLIGHT_RECORDER = {
+    # collectives that the recorder keeps of each rank; gloo keeps none by default
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    # NCCL's watchdog writes them to a file when a collective has timed out
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Variables that PyTorch reads when the process group is made."""
+
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
     """Join torchrun's process group, if there is one, and return this rank's device.
@@ -40,6 +48,7 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
         host = os.environ.get("MASTER_ADDR", "")
         port = launched("MASTER_PORT", 0)
         where = f"MASTER_ADDR:MASTER_PORT = {host}:{port}"
+        _record_collectives()
         try:
             _await_store(host, port, timeout, own)
             dist.init_process_group(
@@ -59,6 +68,14 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
                 f"rank {own} of {size} cannot join the others at {where}: {first_line(error)}"
             ) from error
     return device
+
+
+def _record_collectives() -> None:
+    """Switch PyTorch's flight recorder on, unless the environment has settings of its own."""
+    if os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"):  # an older name of the first
+        return
+    for name, value in FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
