@@ -29,7 +29,13 @@ from sage_fast.util.errors import (
     print_error,
     reason,
 )
-from sage_fast.util.launchers import check_launch, leave_group, note_idle_tasks, without_local_rank
+from sage_fast.util.launchers import (
+    check_launch,
+    leave_group,
+    note_idle_tasks,
+    note_lone_copies,
+    without_local_rank,
+)
 from sage_fast.util.paths import expand_options
 from sage_fast.util.profiling import ranges, tools_of_environment
 from sage_fast.util.text import escape_on_screen, restart_in_utf8
@@ -284,6 +290,7 @@ def _run(arguments: list[str]) -> int:
     if together and not getattr(options, "dry_run", False):
         check_launch()
         note_idle_tasks()
+        note_lone_copies()
     with ranges(*tools_of_environment()):
         return load(options.command).run(options, overrides) or 0
 

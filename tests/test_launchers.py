@@ -16,8 +16,8 @@ import torch
 
 from sage_fast import cli
 from sage_fast.cli import COMMANDS, main
-from sage_fast.util import launchers
-from sage_fast.util.errors import UserError
+from sage_fast.util import launchers, process_group
+from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.launchers import GROUP, LAUNCHERS, Launcher, check_launch, launched
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import local_device
@@ -25,9 +25,13 @@ from tests.tiny import arguments
 
 REPOSITORY = Path(__file__).parent.parent
 PAPER = REPOSITORY / "configs" / "recipes" / "paper.yaml"
-VARIABLES = {*GROUP, *launchers.OTHER_NAMES.values(), "SLURM_NTASKS"} | {
-    name for launcher in LAUNCHERS for name in launcher[1:] if name
-}
+VARIABLES = {
+    *GROUP,
+    *launchers.OTHER_NAMES.values(),
+    "SLURM_NTASKS",
+    "TORCHELASTIC_RUN_ID",
+    "GROUP_WORLD_SIZE",
+} | {name for launcher in LAUNCHERS for name in launcher[1:] if name}
 WHOLE = {
     "WORLD_SIZE": "2",
     "RANK": "1",
@@ -138,6 +142,53 @@ def test_one_process_in_a_job_of_several_tasks_is_noted(
     assert caplog.text == ""
 
 
+COPIES: dict[str, dict[str, str]] = {
+    "type `unset WORLD_SIZE`": {"WORLD_SIZE": "1", "RANK": "0"},
+    "type `srun torchrun --nnodes 8": {
+        "WORLD_SIZE": "4",
+        "RANK": "1",
+        "TORCHELASTIC_RUN_ID": "none",
+        "GROUP_WORLD_SIZE": "1",
+    },
+}
+
+
+@pytest.mark.parametrize(("said", "variables"), COPIES.items(), ids=["WORLD_SIZE=1", "torchrun"])
+def test_lone_copies_under_srun_are_told_what_to_type(
+    said: str,
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    environment(monkeypatch, **variables)
+    launchers.note_lone_copies()
+    assert caplog.text == "", "no srun"
+    environment(monkeypatch, SLURM_STEP_NUM_TASKS="8", SLURM_PROCID="3")
+    launchers.note_lone_copies()
+    (line,) = caplog.messages
+    assert line.startswith("note: srun started 8 ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "8", "RANK": "3"},
+        {"WORLD_SIZE": "64", "TORCHELASTIC_RUN_ID": "first", "GROUP_WORLD_SIZE": "8"},
+        {},
+    ],
+    ids=["slurm.sbatch", "torchrun on all nodes", "refused elsewhere"],
+)
+def test_ranks_that_know_each_other_under_srun_are_told_nothing(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    environment(monkeypatch, SLURM_STEP_NUM_TASKS="8", SLURM_PROCID="3", **variables)
+    launchers.note_lone_copies()
+    assert caplog.text == ""
+
+
 # -- torchrun's variables, some of them left behind ------------------------------------------------
 
 
@@ -218,6 +269,20 @@ def test_a_dry_run_prints_whatever_a_shell_was_left_with(
     shown = capsys.readouterr().out
     assert "loading PyTorch" in shown
     assert "memory while it trains" in shown
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_group_left_in_a_shell_says_that_it_waits(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No other rank comes, so that a line says what to unset, long before the timeout."""
+    monkeypatch.setattr(process_group, "PATIENCE_S", 0.2)
+    environment(monkeypatch, **WHOLE | {"RANK": rank, "MASTER_PORT": str(free_port())})
+    with pytest.raises(RunError, match=f"rank {rank} of 2 cannot join the others"):
+        initialize(timeout_minutes=2 / 60)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sage-fast: rank {rank} of 2 waits for the others at MASTER_ADDR:")
+    assert "`unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`" in line
 
 
 # -- GPUs ------------------------------------------------------------------------------------------

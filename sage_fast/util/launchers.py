@@ -164,6 +164,29 @@ def note_idle_tasks() -> None:
         )
 
 
+def note_lone_copies() -> None:
+    """Note that srun has started several processes, each of which has been told, by a variable or
+    by a torchrun of its own, to be a run of its own."""
+    tasks = _number("SLURM_STEP_NUM_TASKS")
+    if tasks <= 1 or not os.environ.get("WORLD_SIZE"):
+        return
+
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        if _number("GROUP_WORLD_SIZE") == 1:
+            log.info(
+                f"note: srun started {tasks} torchruns, and this one is alone with its "
+                f"{launched('WORLD_SIZE', 1)} rank(s). For one run of all, type `srun torchrun "
+                f"--nnodes {tasks} --nproc-per-node GPUS --rdzv-backend c10d --rdzv-endpoint "
+                "HOST:29500 -m sage_fast ...`"
+            )
+    elif launched("WORLD_SIZE", 1) == 1:
+        log.info(
+            f"note: srun started {tasks} processes, and with WORLD_SIZE = 1 each is a run of its "
+            f"own. For one run of all, type `unset WORLD_SIZE`, and `torchrun --nproc-per-node "
+            "GPUS -m sage_fast ...` once a node"
+        )
+
+
 def _number(name: str) -> int:
     """Return the number in a variable of a launcher; 0 if it is missing or holds something else."""
     text = os.environ.get(name, "")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from sage_fast.util.errors import RankError, RunError, UserError, first_line
+from sage_fast.util.errors import RankError, RunError, UserError, first_line, print_error
 from sage_fast.util.launchers import check_launch, launched
 from sage_fast.util.ranks import local_device, shutdown
 
@@ -26,6 +27,9 @@ FLIGHT_RECORDER = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 """Variables that PyTorch reads when the process group is made."""
+
+PATIENCE_S = 30.0
+"""Seconds of waiting for the other ranks after which a line says so."""
 
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
@@ -49,6 +53,9 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
         port = launched("MASTER_PORT", 0)
         where = f"MASTER_ADDR:MASTER_PORT = {host}:{port}"
         _record_collectives()
+        patience = threading.Timer(PATIENCE_S, _note_waiting, (own, size, where))
+        patience.daemon = True
+        patience.start()
         try:
             _await_store(host, port, timeout, own)
             dist.init_process_group(
@@ -67,7 +74,18 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
             raise RunError(
                 f"rank {own} of {size} cannot join the others at {where}: {first_line(error)}"
             ) from error
+        finally:
+            patience.cancel()
     return device
+
+
+def _note_waiting(rank: int, size: int, where: str) -> None:
+    """Say, on whichever rank it is, that the others have not come: the variables may have been left
+    in a shell."""
+    print_error(
+        f"sage-fast: rank {rank} of {size} waits for the others at {where}. If no launcher has "
+        "started them, type `unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`"
+    )
 
 
 def _record_collectives() -> None:
