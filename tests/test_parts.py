@@ -3,6 +3,7 @@ that do not fit."""
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,8 +82,10 @@ class Held:
 def layouts(held: Spans) -> Iterator[tuple[ShardLayout, dict[str, Tensor]]]:
     """Become each of the ranks that hold these spans; yield its layout and its parts."""
     for number, spans in enumerate(held):
-        stand_ins = {"rank": lambda number=number: number, "world_size": lambda: len(held),
-                     "all_gather_object": lambda own: list(held)}  # fmt: skip
+        stand_ins = {
+            "rank": lambda number=number: number,
+            "all_gather_object": lambda own: list(held),
+        }
         with mock.patch.multiple(parts, **stand_ins):
             policy = Held(spans)
             yield ShardLayout(policy), policy.parts()
@@ -104,6 +107,56 @@ def test_any_ranks_read_what_any_ranks_wrote(writers: str, tmp_path: Path) -> No
             with mock.patch.multiple(parts, rank=lambda: 0):  # which lists the folder
                 read = SavedParts(tmp_path).read("trainable", own, layout)
             assert all(torch.equal(part, own[name]) for name, part in read.items())
+
+
+def eighths(name: str) -> list[tuple[int, int]]:
+    size = WEIGHTS[name].numel()
+    bounds = [number * size // 8 for number in range(9)]
+    return list(itertools.pairwise(bounds))
+
+
+WHOLE = HELD["whole on one rank"]
+NODE_OF_SHARDS = [{name: eighths(name)[number] for name in WEIGHTS} for number in range(8)]
+MANY: dict[str, tuple[Spans, int]] = {
+    "16 ranks": ([*WHOLE] * 16, 16),
+    "17 ranks": ([*WHOLE] * 17, 16),
+    "512 ranks": ([*WHOLE] * 512, 16),
+    "64 nodes of 8 shards": (NODE_OF_SHARDS * 64, 16),
+    "as many shards as ranks": (
+        [{"matrix": (n, n + 1), "vector": (0, 4), "scalar": (0, 1)} for n in range(35)],
+        35,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_of_many_ranks_that_hold_the_same_a_few_write(case: str, tmp_path: Path) -> None:
+    held, files = MANY[case]
+    writers = []
+    for number, (layout, own) in enumerate(layouts(held)):
+        if layout.write(tmp_path, "trainable", own):
+            writers.append(number)
+    assert len(writers) == files
+    assert layout.writers == writers
+    assert len(list(tmp_path.iterdir())) == files
+    if case == "512 ranks":
+        assert {b - a for a, b in itertools.pairwise(writers)} == {32}, "on nodes of their own"
+    for readers in (WHOLE, held[:8] if "nodes" in case else HELD["rows of a buffer"]):
+        for layout, own in layouts(readers):
+            with mock.patch.multiple(parts, rank=lambda: 0):
+                read = SavedParts(tmp_path).read("trainable", own, layout)
+            assert all(torch.equal(part, own[name]) for name, part in read.items())
+
+
+def test_a_checkpoint_with_a_file_of_every_rank_is_read(tmp_path: Path) -> None:
+    with mock.patch.object(parts, "MAX_WRITERS", 1000):
+        for layout, own in layouts([*WHOLE] * 40):
+            layout.write(tmp_path, "trainable", own)
+    assert len(list(tmp_path.iterdir())) == 40
+    for layout, own in layouts([*WHOLE] * 2):
+        with mock.patch.multiple(parts, rank=lambda: 0):
+            read = SavedParts(tmp_path).read("trainable", own, layout)
+        assert all(torch.equal(part, own[name]) for name, part in read.items())
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -268,6 +321,36 @@ def on_two_ranks(folder: Path, names: Sequence[str]) -> None:
         before = run
     full_disk(folder, engine)
     shutdown()
+
+
+def with_one_writer(folder: Path) -> None:
+    """Save a LoRA that both ranks hold, by one of them alone, and resume from it."""
+    initialize()
+    engine = engine_of("lora plain")
+    muon_step(engine, 0, [rank()])
+    with mock.patch.object(parts, "MAX_WRITERS", 1):
+        save_checkpoint(folder / "run", 1, engine, {}, engine.policy.snapshot())
+    expected = state_of(engine)
+    resumed = engine_of("lora plain")
+    assert load_checkpoint(folder / "run", resumed) is not None
+    found = state_of(resumed)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    if rank() == 0:
+        torch.save(expected, folder / "state.pt")
+    shutdown()
+
+
+def test_a_rank_that_writes_nothing_resumes(tmp_path: Path) -> None:
+    assert run_ranks(with_one_writer, 2, tmp_path) == [0, 0], screens(tmp_path)
+    (checkpoint,) = RunFolder(tmp_path / "run").checkpoints()
+    files = sorted(file.name for file in (checkpoint / "training").glob("*.safetensors"))
+    kinds = ["anchor", "ema", "optimizer-exp_avg", "optimizer-exp_avg_sq", "trainable"]
+    assert files == [f"{kind}-00001-of-00001.safetensors" for kind in kinds]
+
+    alone = engine_of("lora plain")
+    assert load_checkpoint(tmp_path / "run", alone) is not None
+    expected = torch.load(tmp_path / "state.pt")
+    assert all(torch.equal(value, expected[name]) for name, value in state_of(alone).items())
 
 
 def full_disk(folder: Path, engine: Engine) -> None:

@@ -223,7 +223,9 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
                 states.setdefault(MOMENT + key, {})[name] = value
     layout = ShardLayout(engine.policy)
     with fail_together():
-        written = [layout.write(folder, kind, state) for kind, state in states.items()]
+        written: list[Path] = []
+        for kind, state in states.items():
+            written += layout.write(folder, kind, state)
         if rank() == 0:
             facts = {"optimizer": engine.config.optimizer, "steps": steps, "parts": sorted(states)}
             write_json(facts, folder / OPTIMIZER)

@@ -1,12 +1,12 @@
 """Parts of weights: how weights lie over the ranks, and the files in which every rank writes its
 own part.
 
-A part is a contiguous slice of a flattened weight. Ranks that hold the same part write an even
-share of it each.
+A part is a contiguous slice of a flattened weight. Of the ranks that hold the same parts a few
+write, an even share each: at most `MAX_WRITERS` in all, unless more ranks hold what no other does.
 
-<folder>/<kind>-00003-of-00008.safetensors  written by rank 2; weight -> 1-D slice; `parts` in
-                                            its metadata has, for each weight, the slice's first
-                                            index and the size of the whole weight
+<folder>/<kind>-00003-of-00008.safetensors  written by the third writer; weight -> 1-D slice;
+                                            `parts` in its metadata has, for each weight, the
+                                            slice's first index and the size of the whole weight
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,11 +31,16 @@ from sage_fast.util.ranks import (
     exchange,
     fail_together,
     rank,
-    world_size,
 )
 
 Span = tuple[int, int]
 """First index and end of a slice of a flattened weight."""
+
+MAX_WRITERS = 16
+"""Largest number of ranks that write what all ranks hold.
+
+More files would be small, and rank 0 reads the header of each.
+"""
 
 
 class ShardLayout:
@@ -45,8 +50,9 @@ class ShardLayout:
         spans: weight -> the part that this rank holds.
         shapes: weight -> shape of the whole weight.
         parts_by_rank: rank -> weight -> the part that it holds.
-        written: rank -> weight -> the slice that it writes; the slices of all ranks are the whole
-            weight.
+        writers: the ranks that write, in order.
+        written: rank -> weight -> the slice that it writes, which is empty unless it is a writer;
+            the slices of all ranks are the whole weight.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -58,11 +64,16 @@ class ShardLayout:
             self.spans[name] = (start, start + states.part(p).numel())
         self.shapes = {name: states.shape(p) for name, p in weights.items()}
         self.parts_by_rank: list[Mapping[str, Span]] = all_gather_object(self.spans)
-        self.written: list[dict[str, Span]] = [{} for _ in self.parts_by_rank]
+        self.writers = _choose_writers(self.parts_by_rank)
+        self.written: list[dict[str, Span]] = []
+        for of_rank in self.parts_by_rank:
+            nothing = {name: (first, first) for name, (first, _) in of_rank.items()}
+            self.written.append(nothing)
         for name in self.spans:
             holders: dict[Span, list[int]] = {}
-            for holder, of_rank in enumerate(self.parts_by_rank):
-                holders.setdefault(of_rank[name], []).append(holder)
+            for writer in self.writers:
+                span = self.parts_by_rank[writer][name]
+                holders.setdefault(span, []).append(writer)
             for (first, end), ranks in holders.items():
                 size = -(-(end - first) // len(ranks))
                 for i, holder in enumerate(ranks):
@@ -75,10 +86,13 @@ class ShardLayout:
         first, end = self.written[rank()][name]
         return part.detach().flatten()[first - start : end - start]
 
-    def write(self, folder: Path, kind: str, state: Mapping[str, Tensor]) -> Path:
-        """Write this rank's slices of `state`, which has the part of some weights; return the
-        file."""
-        file = folder / f"{kind}-{rank() + 1:05d}-of-{world_size():05d}.safetensors"
+    def write(self, folder: Path, kind: str, state: Mapping[str, Tensor]) -> list[Path]:
+        """Write this rank's slices of `state`, which has the part of some weights; return its file,
+        if it is a writer."""
+        if rank() not in self.writers:
+            return []
+        number = self.writers.index(rank()) + 1
+        file = folder / f"{kind}-{number:05d}-of-{len(self.writers):05d}.safetensors"
         slices = {}
         parts = {}  # weight -> first index of the slice, and size of the weight
         for name, part in state.items():
@@ -87,7 +101,7 @@ class ShardLayout:
                 slices[name] = piece
                 parts[name] = (self.written[rank()][name][0], self.shapes[name].numel())
         save_tensors(file, slices, {"parts": json.dumps(parts)})
-        return file
+        return [file]
 
     def whole(self, state: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
         """Return the whole weights that this rank owns, in host memory. Collective.
@@ -114,6 +128,23 @@ class ShardLayout:
             if owner == rank():
                 found[name] = whole.view(self.shapes[name]).cpu()
         return found
+
+
+def _choose_writers(parts_by_rank: Sequence[Mapping[str, Span]]) -> list[int]:
+    """Return the ranks that write, so that every part has a writer.
+
+    Of ranks that hold the same they are spread evenly, so that they are on different nodes.
+    """
+    alike: dict[tuple[tuple[str, Span], ...], list[int]] = {}
+    for holder, of_rank in enumerate(parts_by_rank):
+        alike.setdefault(tuple(sorted(of_rank.items())), []).append(holder)
+
+    most = max(1, MAX_WRITERS // len(alike))
+    writers: list[int] = []
+    for ranks in alike.values():
+        count = min(most, len(ranks))
+        writers += [ranks[number * len(ranks) // count] for number in range(count)]
+    return sorted(writers)
 
 
 class SavedParts:
