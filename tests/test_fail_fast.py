@@ -137,6 +137,24 @@ def test_the_other_rank_ends_too_and_says_why(
     assert second.index("Traceback") < second.index(CAUSE), "where it was"
 
 
+@pytest.mark.parametrize(("ranks", "looks"), [(2, 40), (64, 40), (65, 10), (512, 10)])
+def test_many_ranks_look_less_often(
+    ranks: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How often a rank asks the store within ten seconds, and how long one that fails stays."""
+    monkeypatch.setattr(fail_fast, "world_size", lambda: ranks)
+    store = SimpleNamespace(check=mock.Mock(return_value=False))
+    waited: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        return sum(waited) > 10
+
+    fail_fast._watch(store, SimpleNamespace(wait=wait), mock.Mock())
+    assert store.check.call_count == 2 * looks
+    assert fail_fast.exit_grace() >= 2 * waited[0], "the others look meanwhile"
+
+
 @pytest.mark.fault(
     "out of memory on one of two ranks in a rollout of its own",
     "both end, with a checkpoint of the last iteration",

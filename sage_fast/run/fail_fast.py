@@ -41,8 +41,11 @@ ANSWERED = "sage_fast/answered"
 """Key that a rank sets when it finds `KEY`."""
 POLL = 0.25
 """Seconds between two looks at the store."""
-EXIT_GRACE = 1.0
-"""Exit grace: seconds that a rank stays after its error.
+POLL_OF_MANY = 1.0
+"""Likewise beyond `FEW_RANKS` ranks: one process answers all of them."""
+FEW_RANKS = 64
+LOOKS_OF_GRACE = 4
+"""Exit grace, in looks at the store: a rank stays after its error until the others have seen it.
 
 Rank 0 may host the store, where the others look.
 """
@@ -102,6 +105,16 @@ def fail_fast(timeout_minutes: float, folder: Path | None = None) -> Iterator[Ha
             if answering is not None:
                 _publish(answering, REFUSED, f"rank {rank()} failed: {in_one_line(error)}")
         raise
+
+
+def poll_seconds() -> float:
+    """Return the seconds between two looks at the store."""
+    return POLL if world_size() <= FEW_RANKS else POLL_OF_MANY
+
+
+def exit_grace() -> float:
+    """Return the seconds that a rank stays after its error."""
+    return LOOKS_OF_GRACE * poll_seconds()
 
 
 def _started(store: dist.Store) -> str:
@@ -181,22 +194,24 @@ def _publish(store: dist.Store, key: str, why: str) -> None:
     looked."""
     with contextlib.suppress(dist.DistError):
         store.compare_set(key, "", why)
-        time.sleep(EXIT_GRACE)
+        time.sleep(exit_grace())
 
 
 def _watch(store: dist.Store, over: threading.Event, dump: HangDump) -> None:
     with contextlib.suppress(dist.DistError):
-        while not over.wait(POLL):
+        while not over.wait(poll_seconds()):
             if store.check([KEY]):
                 why = store.get(KEY).decode()
                 store.set(f"{ANSWERED}/{rank()}", "")
                 _write(dump, why)
-                over.wait(2 * EXIT_GRACE)  # a launcher takes the rank that ends first for the cause
+                over.wait(
+                    2 * exit_grace()
+                )  # a launcher takes the rank that ends first for the cause
                 _end(why)
             if store.check([REFUSED]):
                 why = store.get(REFUSED).decode()
                 # else this rank raises it too; the other one is there until then
-                if not over.wait(EXIT_GRACE / 2):
+                if not over.wait(exit_grace() / 2):
                     _end(why, STATUS[REFUSED])
 
 
