@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from torch.distributed.run import get_args_parser
 
 from sage_fast import cli
@@ -341,3 +342,69 @@ def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
             )
             assert 600 <= grace < getattr(options, "shutdown_timeout", 1800)
             assert options.max_restarts > 0
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------
+
+
+def test_the_recipe_for_kubernetes_fits_together() -> None:
+    page = (REPOSITORY / "docs" / "how-to" / "kubernetes.md").read_text(encoding="utf-8")
+    found = re.search(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+    assert found is not None
+    jobset = yaml.safe_load(found[1])
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (job["backoffLimit"], pod["restartPolicy"]) == (0, "Never"), "all start again together"
+
+    assert container["command"] == ["torchrun"], "a shell would keep the signal for itself"
+    words = container["args"]
+    parser = get_args_parser()
+    if "--shutdown-timeout" not in parser.format_help():  # before torch 2.13
+        words = [word for word in words if not word.startswith("--shutdown-timeout")]
+    options = parser.parse_args(words)
+    assert int(options.nnodes) == job["parallelism"] == job["completions"]
+    assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    name = jobset["metadata"]["name"]
+    assert options.rdzv_endpoint == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    assert options.module
+    assert options.training_script == "sage_fast"
+
+    run = options.training_script_args
+    assert run[0] == "train"
+    assert "--resume" in run
+    given = dict(word.removeprefix("--").split("=") for word in run if "=" in word)
+    settings = load(
+        str(REPOSITORY / "configs" / "hunyuanvideo15-480p.yaml"),
+        {name: given[name] for name in given if name != "output"},
+    )
+    grace = settings.train.grace_seconds
+    assert grace < getattr(options, "shutdown_timeout", 1800) < pod["terminationGracePeriodSeconds"]
+    assert settings.timeout_minutes == 15
+
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounted.keys() == volumes.keys()
+    assert mounted["shm"] == "/dev/shm"
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert given["output"].startswith(f"{mounted['runs']}/")
+
+
+def test_the_page_says_how_many_gpus_a_configuration_can_use() -> None:
+    page = (REPOSITORY / "docs" / "how-to" / "many-gpus.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`[\w-]+`(?:, )?)+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.M)
+    shown = {}
+    for names, *numbers in rows:
+        for name in re.findall(r"`([\w-]+)`", names):
+            shown[name] = [int(number) for number in numbers]
+    expected = {}
+    for file in (REPOSITORY / "configs").glob("*480p*.yaml"):
+        samples = load(str(file)).train.samples
+        expected[file.stem] = [samples, samples, 2 * samples]
+    small = load(str(REPOSITORY / "configs" / "hunyuanvideo15-24gb.yaml")).train.samples
+    expected["hunyuanvideo15-24gb"] = [small, small, 2 * small]
+    assert shown == expected
