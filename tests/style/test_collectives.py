@@ -111,6 +111,7 @@ REASONS = {
     "run/train.py Run._agreed_stop": ALWAYS,
     "run/train.py _train": ALWAYS,
     "run/weights.py save_weights": LAYOUT,
+    "tools/node_check.py _rates": ALWAYS,
     "tools/phases.py profile_iteration": ALWAYS,
     "trainer.py Trainer.rollout": ALWAYS,
     "trainer.py Trainer.update": PADDED,
