@@ -66,6 +66,7 @@ class RunFolder:
         self.lock_file = self.path / "run.lock"
         self.weights = self.path / "weights"
         self.embeddings = self.path / "embeddings"
+        self.hangs = self.path / "hangs"
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunFolder | None:

@@ -164,6 +164,29 @@ def test_the_analyser_of_pytorch_reads_a_dump_of_nccl(hung: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
+def fails_at_start(folder: Path) -> None:
+    """Train on this rank. The second rank fails before the run has a folder."""
+    os.chdir(folder)
+    words = ["train", str(PAPER), "--output", "run", "--resume", *FEW_STEPS]
+    words += arguments(
+        train__iterations=1, train__prompts_per_iteration=1, train__group_size=4,
+        train__batch_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, eval__judge="null",
+        tracking__trackers="[]", timeout_minutes=1,
+    )  # fmt: skip
+    fails = os.environ["RANK"] == "1" and not (folder / "again").exists()
+    failing = mock.patch("sage_fast.run.train.check_here", side_effect=RuntimeError("no such GPU"))
+    with failing if fails else contextlib.nullcontext():
+        sys.exit(main(words))
+
+
+def test_the_dump_of_a_run_that_did_not_begin_is_not_in_its_way(tmp_path: Path) -> None:
+    assert run_ranks(fails_at_start, 2, tmp_path) == [1, 1], screens(tmp_path)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"hangs"}
+    (tmp_path / "again").touch()
+    assert run_ranks(fails_at_start, 2, tmp_path) == [0, 0], screens(tmp_path)
+    assert len(list((tmp_path / "run" / "hangs").iterdir())) == 1
+
+
 # -- the parts -------------------------------------------------------------------------------------
 
 AT_TRAINER = {"name": "update", "filename": "/home/me/sage_fast/trainer.py", "line": 7}

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.ranks import rank
 
-FOLDER = "hangs"
 STACKS = "stacks-"
 COLLECTIVES = "collectives-"
 """Prefix of the files of the flight recorder; `torchfrtrace` takes what follows for the rank."""
@@ -52,7 +52,7 @@ class HangDump:
             folder: the folder of the run.
             started: the time of the start, the same on all ranks.
         """
-        self.folder = folder.absolute() / FOLDER / started
+        self.folder = RunFolder(folder.absolute()).hangs / started
 
     @contextlib.contextmanager
     def for_watchdog(self) -> Iterator[None]:

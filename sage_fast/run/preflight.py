@@ -85,8 +85,9 @@ def check_new(output: str) -> None:
     if not path.is_dir():
         return
 
+    left_by_a_start = {run.lock_file.name, run.hangs.name}  # of a run that did not begin
     for file in path.iterdir():
-        if file.name == run.lock_file.name or file.suffix == PARTIAL:
+        if file.name in left_by_a_start or file.suffix == PARTIAL:
             continue
         found = "other files: it must be new or empty"
         if run.exists:
