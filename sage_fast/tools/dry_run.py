@@ -91,7 +91,7 @@ def dry_run(
     else:
         changes = None
         if not planned.fits and ranks == 1:
-            changes = changes_that_fit(config, spec, gpu_memory)
+            changes = changes_that_fit(config, spec, gpu_memory) or {}
         first = wrapped(verdict(planned, changes)) + "\n\n"
         costs = format_plan(planned, price, reward)
     method = wrapped(method_of(resolved.objective, config.sampling))

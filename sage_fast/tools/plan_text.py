@@ -118,7 +118,8 @@ def verdict(plan: Plan, changes: Mapping[str, Any] | None = None) -> str:
     """Return whether a plan fits, and how; if it does not, with what it does.
 
     Args:
-        changes: of the settings, with which it fits; None if they are not known.
+        changes: of the settings, with which it fits; empty if there are none, None if they are not
+            known.
     """
     cards = f"{counted(plan.ranks, 'GPU')} of {plan.gpu_memory / 1e9:g} GB"
     each = " on each" if plan.ranks > 1 else ""
@@ -128,6 +129,8 @@ def verdict(plan: Plan, changes: Mapping[str, Any] | None = None) -> str:
         if changes:
             options = " ".join(f"--{key} {_as_typed(value)}" for key, value in changes.items())
             return f"{start} It fits with {options}."
+        if changes is not None:
+            return f"{start} With all that takes less memory it would not: take a larger card, or several."
         return f"{start} Try {', or '.join(plan.remedies)}."
 
     seconds = seconds_on_a_gpu(iteration_flops(plan), plan.copies, plan.card)
