@@ -374,7 +374,7 @@ def test_the_fewest_changes_that_fit_are_named() -> None:
         "sampling.offload_trajectories": True,
     }
     assert changes_that_fit(config, spec, 4e9) is None
-    assert "With all that takes less memory it would not" in verdict(planned, {})
+    assert "All that takes less memory is not enough" in verdict(planned, {})
 
 
 def test_the_page_of_one_gpu_is_planned() -> None:

@@ -130,8 +130,8 @@ def verdict(plan: Plan, changes: Mapping[str, Any] | None = None) -> str:
             options = " ".join(f"--{key} {_as_typed(value)}" for key, value in changes.items())
             return f"{start} It fits with {options}."
         if changes is not None:
-            with_all = "With all that takes less memory it would not: take a larger card, or several."
-            return f"{start} {with_all}"
+            advice = "All that takes less memory is not enough: take a larger card, or several."
+            return f"{start} {advice}"
         return f"{start} Try {', or '.join(plan.remedies)}."
 
     seconds = seconds_on_a_gpu(iteration_flops(plan), plan.copies, plan.card)
