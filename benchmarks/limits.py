@@ -28,7 +28,13 @@ from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import try_attention
 from sage_fast.ops import implementation
 from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
-from sage_fast.tools.harness import head_line, host_timer, matmul_ceiling, usual_dtype
+from sage_fast.tools.harness import (
+    full_rate,
+    head_line,
+    host_timer,
+    matmul_ceiling,
+    usual_dtype,
+)
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.ranks import local_device
@@ -325,13 +331,14 @@ def format_limits(result: Mapping[str, Any]) -> str:
     """Format the tables for a terminal."""
     limits = result["limits"]
     burst = limits["burst_flops_per_second"]
+    full, full_line = full_rate(result["environment"], burst)
     lines = [
         head_line(result["environment"]),
         f"burst of a {result['environment']['dtype']} matrix product: {burst / 1e12:.3g} TFLOP/s",
+        full_line,
     ]
     head = (
-        f"{'TFLOP/s':>10}{'one call':>10}{'of burst':>10}"
-        f"{'calls':>8}{'seconds':>9}{'MHz':>7}{'W':>6}"
+        f"{'TFLOP/s':>10}{'one call':>10}{'share':>10}{'calls':>8}{'seconds':>9}{'MHz':>7}{'W':>6}"
     )
 
     def cells(row: Mapping[str, Any]) -> str:
@@ -341,7 +348,7 @@ def format_limits(result: Mapping[str, Any]) -> str:
             for key in ("clock_mhz", "power_watts")
         ]
         return (
-            f"{rate / 1e12:>10.3g}{once / 1e12:>10.3g}{rate / burst:>10.1%}"
+            f"{rate / 1e12:>10.3g}{once / 1e12:>10.3g}{rate / full:>10.1%}"
             f"{row['calls']:>8}{row['seconds']:>9.1f}{watched[0]:>7}{watched[1]:>6}"
         )
 

@@ -33,7 +33,14 @@ from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, sa
 
 from sage_fast.models.hunyuan15.spec import decode_flops
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import BURST_FLOPS, head_line, host_timer, matmul_ceiling, usual_dtype
+from sage_fast.tools.harness import (
+    BURST_FLOPS,
+    full_rate,
+    head_line,
+    host_timer,
+    matmul_ceiling,
+    usual_dtype,
+)
 from sage_fast.util.console import Progress
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import UserError, in_one_line
@@ -311,29 +318,31 @@ def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None =
 
 def format_rollout(result: Mapping[str, Any]) -> str:
     """Format the table for a terminal."""
-    env, ceiling = result["environment"], result["ceiling_flops_per_second"]
+    env, measured = result["environment"], result["ceiling_flops_per_second"]
+    full, full_line = full_rate(env, measured)
     lines = [
         head_line(env),
-        f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling / 1e12:.3g} "
-        "TFLOP/s",
+        f"a {env['dtype']} matrix product, measured here and now: {measured / 1e12:.3g} TFLOP/s",
         *(
             [format_sustained(result["sustained_ceiling"])]
             if result.get("sustained_ceiling")
             else []
         ),
+        full_line,
         "",
         f"{'size':<18}{'part':<9}{'path':<22}{'time':>12}{'calls':>7}{'to stock':>10}"
-        f"{'MFU':>8}{'HFU':>8}{'peak memory':>13}",
+        f"{'TFLOP/s':>9}{'MFU':>8}{'HFU':>8}{'peak memory':>13}",
     ]
     for row in result["rows"]:
         for name, seconds in row["seconds"].items():
             peak = f"{row['peak_bytes'][name] / 2**30:.2f} GiB" if name in row["peak_bytes"] else ""
-            model, done = (row[key] / seconds / ceiling for key in ("model_flops", "flops"))
+            model, done = (row[key] / seconds / full for key in ("model_flops", "flops"))
+            rate = row["flops"] / seconds / 1e12
             stock = f"{row['seconds']['stock'] / seconds:.2f}x" if "stock" in row["seconds"] else ""
             lines.append(
                 f"{row['size']:<18}{row['part']:<9}{name:<22}{1e3 * seconds:>9.2f} "
                 f"ms{row['rounds']:>7}"
-                f"{stock:>10}{model:>8.1%}{done:>8.1%}{peak:>13}".rstrip()
+                f"{stock:>10}{rate:>9.0f}{model:>8.1%}{done:>8.1%}{peak:>13}".rstrip()
             )
         lines += [
             f"{row['size']:<18}{row['part']:<9}{name:<22}{why}"
@@ -343,9 +352,9 @@ def format_rollout(result: Mapping[str, Any]) -> str:
         "",
         "calls: timed calls of each path, interleaved; the time is their median. stock: diffusers "
         "as it comes, with",
-        "masked attention. MFU, HFU: model FLOPs with the unpadded prompt, and those with what a "
-        "backward recomputes,",
-        "over time and ceiling",
+        "masked attention. TFLOP/s, HFU: all FLOPs over time, with the unpadded prompt; MFU: "
+        "without what a backward",
+        "recomputes",
     ]
     lines += [
         f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]

@@ -3,6 +3,7 @@ OUT [--tiny]`.
 
 The expectations were written before the measurement, from the files of one H100 and from
 arithmetic: no results. Stock stays below the times of an H200 that computed its adapter in float32.
+Shares are of the data sheet; expected were 56 and 63 % of a burst of 789 TFLOP/s.
 They are shown for that size (not with --tiny) and such a card alone.
 """
 
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.benchmarks.operators import LEAST_SHARE
+
+from sage_fast.tools.harness import full_rate
 
 Found = Mapping[str, Any]
 CARDS = ("H100", "H200")
@@ -68,12 +71,19 @@ def _adapter_rows(kind: str, label: str | None) -> Callable[[Found], float]:
 
 
 def _training(found: Found) -> float:
-    """Milliseconds of a training transition: six in the iteration's two samples of three steps."""
+    """Milliseconds of a trained step: six in the iteration's two samples of three steps."""
     return 1e3 * found["phases"]["train"]["seconds"] / 6
 
 
 def _share(key: str) -> Callable[[Found], float]:
-    return lambda found: 100 * found["phases"]["total"][key]
+    """Percent of the data sheet that FLOPs of the whole iteration are."""
+
+    def value(found: Found) -> float:
+        total = found["phases"]["total"]
+        full, _ = full_rate(found["environment"], found["ceiling_flops_per_second"])
+        return 100 * total[key] / total["seconds"] / full
+
+    return value
 
 
 ROWS: tuple[tuple[str, str, str, Callable[[Found], float]], ...] = (
@@ -100,9 +110,9 @@ ROWS: tuple[tuple[str, str, str, Callable[[Found], float]], ...] = (
      "eager flash4")),
     ("rollout-480p", "forward, ours, the fastest, ms", "1095; 1165 by cuDNN", _rollout("forward",
      "eager")),
-    ("iteration", "training transition, ms", "3853; 4042 by cuDNN", _training),
-    ("iteration", "MFU, %", "above 56", _share("mfu")),
-    ("iteration", "HFU, %", "above 63", _share("hfu")),
+    ("iteration", "trained step, ms", "3853; 4042 by cuDNN", _training),
+    ("iteration", "MFU, %", "above 45", _share("model_flops")),
+    ("iteration", "HFU, %", "above 50", _share("flops")),
     ("decode-480p", "decode of a video, ms", "below 2100", _rollout("decode", "channels last")),
     ("rollout-9x30x52", "9x30x52: step by a graph / eager step", "1 or below",
         lambda found: _rollout("step", "graphed")(found) / _rollout("step", "eager")(found)),

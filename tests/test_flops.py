@@ -16,6 +16,7 @@ from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.spec import Cost
 from sage_fast.run import facts
 from sage_fast.run.facts import throughput
+from sage_fast.tools.harness import full_rate
 from sage_fast.tools.plan import plan
 from sage_fast.util.environment import peak_flops
 from sage_fast.util.files import read_metrics
@@ -201,3 +202,17 @@ def test_every_row_of_a_run_has_its_throughput(tmp_path: Path) -> None:
             6 * 3600 / row["time/total"], rel=1e-12
         )
         assert not {"throughput/mfu", "throughput/hfu"} & row.keys()
+
+
+def test_shares_are_of_the_data_sheet_where_there_is_one() -> None:
+    """In bfloat16; a slice of a card and a CPU are compared with what was measured on them."""
+    card = {"device": "NVIDIA H200", "dtype": "bfloat16"}
+    assert full_rate(card, 757e12) == (989e12, "shares are of the data sheet's 989 TFLOP/s")
+    for other in (
+        card | {"dtype": "float32"},
+        card | {"device": "NVIDIA H200 MIG 1g.18gb"},
+        {"device": "AMD EPYC", "dtype": "bfloat16"},
+    ):
+        rate, words = full_rate(other, 2e12)
+        assert rate == 2e12
+        assert words == "shares are of that matrix product's 2 TFLOP/s"

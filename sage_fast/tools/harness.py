@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sage_fast.util.environment import synchronize
+from sage_fast.util.environment import data_sheet_flops, synchronize
 from sage_fast.util.text import counted
 
 BURST_FLOPS = 789e12
@@ -45,6 +45,25 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     while best == float("inf") or time.perf_counter() < stop:
         best = min(best, timer())
     return 2 * size**3 / best
+
+
+def full_rate(environment: Mapping[str, Any], measured: float) -> tuple[float, str]:
+    """Return the FLOP/s that MFU and HFU are shares of, and a line that says what it is.
+
+    That is the card's data sheet, as in `throughput/mfu` of a run. A device without one, such as a
+    CPU, is compared with a matrix product measured on it.
+
+    Args:
+        environment: that of a result.
+        measured: FLOP/s of the matrix product.
+    """
+    sheet = None
+    dtype = environment.get("dtype")
+    if dtype == str(torch.bfloat16).removeprefix("torch."):
+        sheet = data_sheet_flops(environment["device"])
+    if sheet is None:
+        return measured, f"shares are of that matrix product's {measured / 1e12:.3g} TFLOP/s"
+    return sheet, f"shares are of the data sheet's {sheet / 1e12:.3g} TFLOP/s"
 
 
 def head_line(environment: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import head_line, matmul_ceiling
+from sage_fast.tools.harness import full_rate, head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.tools.rates import format_rates, rate_table
 from sage_fast.trainer import Trainer
@@ -108,9 +108,11 @@ def profile_iteration(
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
     done, useful = flops_of_phases(trainer, expected.samples)
+    facts = environment(device, implementation(device))
+    facts["dtype"] = str(trainer.policy.dtype).removeprefix("torch.")
+    full, _ = full_rate(facts, ceiling)
     result = {
-        "environment": environment(device, implementation(device))
-        | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
+        "environment": facts,
         "ranks": world_size(),
         "source": source,
         "settings": dict(settings),
@@ -118,7 +120,7 @@ def profile_iteration(
         "text_tokens": model.spec.text_tokens,
         "image_tokens": expected.prompt_tokens - model.spec.text_tokens,
         "ceiling_flops_per_second": ceiling,
-        "phases": phase_table(row, done, useful, ceiling),
+        "phases": phase_table(row, done, useful, full),
         "peak_bytes": {
             phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row
         },
@@ -172,12 +174,12 @@ def flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], d
 
 
 def phase_table(
-    row: Mapping[str, Any], flops: ByPhase, model_flops: ByPhase, ceiling: float
+    row: Mapping[str, Any], flops: ByPhase, model_flops: ByPhase, full: float
 ) -> dict[str, dict[str, float | None]]:
     """Return phase or `total` -> seconds, share, FLOPs, FLOP/s, MFU and HFU.
 
-    HFU = FLOPs / seconds / ceiling; MFU is the same of `model_flops`, which a recomputation does
-    not add to.
+    HFU = FLOPs / seconds / `full`, the FLOP/s by `full_rate`; MFU is the same of `model_flops`,
+    which a recomputation does not add to.
     """
     shown = list(PHASES)
     if f"time/{WAIT}" in row:
@@ -200,9 +202,9 @@ def phase_table(
         }
         if phase in done and value > 0:
             line["flops_per_second"] = done[phase] / value
-            line["hfu"] = done[phase] / value / ceiling
+            line["hfu"] = done[phase] / value / full
         if phase in useful and value > 0:
-            line["mfu"] = useful[phase] / value / ceiling
+            line["mfu"] = useful[phase] / value / full
         table[phase] = line
     return table
 
@@ -234,18 +236,23 @@ def format_profile(result: Mapping[str, Any]) -> str:
         return "" if value is None else format(value / scale, form)
 
     env, phases = result["environment"], result["phases"]
-    ceiling = result["ceiling_flops_per_second"] / 1e12
+    measured = result["ceiling_flops_per_second"]
+    full, full_line = full_rate(env, measured)
     head = ("seconds", "share", "FLOPs", "TFLOP/s", "MFU", "HFU")
     lines = [
         head_line(env),
-        f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling:.3g} TFLOP/s",
+        f"a {env['dtype']} matrix product, measured here and now: {measured / 1e12:.3g} TFLOP/s",
+        full_line,
         "",
         f"{'phase':<28}" + "".join(f"{title:>11}" for title in head),
     ]
     for phase, row in phases.items():
         cells = [cell(row["seconds"], ".4f"), cell(row["share"], ".1%")]
         cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12)]
-        cells += [cell(row["mfu"], ".1%"), cell(row["hfu"], ".1%")]
+        for key in ("model_flops", "flops"):
+            # from FLOPs and seconds, since files of other commits hold shares of other rates
+            done = row[key] if row["flops_per_second"] else None
+            cells.append(cell(done, ".1%", row["seconds"] * full))
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
     if result["ranks"] > 1:
         lines.append(
@@ -258,8 +265,7 @@ def format_profile(result: Mapping[str, Any]) -> str:
         "a prompt"
     )
     lines.append(
-        "HFU: FLOPs over time and ceiling; MFU: those of the model, without what a backward "
-        "recomputes"
+        "HFU: share by all FLOPs; MFU: by those of the model, without what a backward recomputes"
     )
     peaks = result["peak_bytes"]
     if peaks:

@@ -133,7 +133,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     for other types."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = device_name(device)
+    return data_sheet_flops(device_name(device))
+
+
+def data_sheet_flops(name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a card by its data sheet; None for a card that is not in
+    `PEAK_TFLOPS`, and for a CPU.
+
+    Args:
+        name: as CUDA names the card.
+    """
     if "MIG" in name:  # a slice
         return None
     for part, tflops in PEAK_TFLOPS.items():
