@@ -1,5 +1,5 @@
-"""`pytest benchmarks/`: README's timings are of the code as it is, and pages name their commits. It
-times nothing."""
+"""`pytest benchmarks/`: pages name the commits of their timings, and what has changed since is a
+warning. README says so itself where code has changed since. It times nothing."""
 
 import json
 import re
@@ -25,6 +25,8 @@ TIMED = {"rows": OPERATORS, "ceiling_flops_per_second": MODEL, "phases": ITERATI
 
 
 README = ROOT / "README.md"
+CHANGED = "The kernels have changed since these commits"
+"""What README says where a timing is older than the code."""
 
 
 def timings() -> list[tuple[Path, Path]]:
@@ -47,12 +49,12 @@ def timings() -> list[tuple[Path, Path]]:
 
 @pytest.mark.parametrize(("page", "file"), timings(), ids=lambda path: path.name)
 def test_a_timing_is_of_the_code_as_it_is(page: Path, file: Path) -> None:
-    """README's must be; other pages name the commit, and what has changed since is a warning."""
+    """A page names the commit of a file; what has changed since is a warning. README then says that
+    the code has changed."""
     result = json.loads(file.read_text(encoding="utf-8"))
     commit = result["environment"]["commit"].removesuffix("+changes")
-    assert page == README or commit[:7] in page.read_text(encoding="utf-8"), (
-        f"{page}: name the commit of {file.name}, {commit[:7]}"
-    )
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert commit[:7] in text, f"{page}: name the commit of {file.name}, {commit[:7]}"
     code = [paths for key, paths in TIMED.items() if key in result][-1]
     command = ["git", "diff", "--name-only", commit, "--", *code]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
@@ -62,6 +64,6 @@ def test_a_timing_is_of_the_code_as_it_is(page: Path, file: Path) -> None:
         f"{page.name}: {file.name} was measured at {commit[:7]}; since then these "
         f"changed:\n{made.stdout}"
     )
-    assert page != README or not made.stdout, old
     if made.stdout:
+        assert page != README or CHANGED in text, old
         warnings.warn(old, stacklevel=1)

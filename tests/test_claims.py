@@ -1,0 +1,70 @@
+"""README and docs/results/gpu.md say of speed what their files give."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import claims
+
+
+def test_the_pages_say_what_the_files_say() -> None:
+    assert claims.problems() == []
+
+
+@pytest.mark.parametrize("name", [claims.ROLLOUT, claims.ITERATION, claims.SMALL])
+def test_a_changed_file_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were a measurement 5 % slower, some sentence would be wrong."""
+
+    def slower(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {
+                key: value * 1.05 if key in SECONDS and isinstance(value, float) else slower(value)
+                for key, value in tree.items()
+            }
+        if isinstance(tree, list):
+            return [slower(value) for value in tree]
+        return tree
+
+    read = claims.result
+    other = slower(read(name))
+    monkeypatch.setattr(claims, "result", lambda asked: other if asked == name else read(asked))
+    found = claims.problems()
+    assert any("does not say" in problem for problem in found)
+
+
+SECONDS = {"seconds", "eager"}
+
+
+def test_a_number_that_no_file_gives_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for page in (claims.README, claims.GPU):
+        text = (claims.REPOSITORY / page).read_text(encoding="utf-8")
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(claims, "REPOSITORY", tmp_path)
+    assert claims.problems() == []
+    page = tmp_path / claims.GPU
+    page.write_text(page.read_text(encoding="utf-8") + "\nIt is 7 times as fast.\n")
+    (problem,) = claims.problems()
+    assert "no file gives" in problem
+    assert "7 times" in problem
+
+
+def test_a_claim_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = claims.claims()
+    elsewhere = dataclasses.replace(first, files=(claims.CEILING,))
+    monkeypatch.setattr(claims, "claims", lambda: [elsewhere])
+    assert f"{claims.README}: name {claims.CEILING} beside: {first.words}" in claims.problems()
+
+
+def test_a_trained_step_is_a_sixth_of_the_phase() -> None:
+    """By the kernel table: attention's backward ran once in each block of each trained step."""
+    calls, _ = claims.kernels("kernel_cutlass_kernel_flash_attncuteflash_bwd")
+    assert calls == claims.SAMPLES * claims.STEPS * claims.BLOCKS
+    settings = json.loads((claims.RESULTS / claims.ITERATION).read_text())["settings"]
+    assert settings["sampling.steps"] == str(claims.STEPS)
+    assert settings["train.group_size"] == str(claims.SAMPLES)
