@@ -21,6 +21,7 @@ ONLY = {
     "path": ("rollout", "iteration"),
     "budget": ("rollout",),
     "dry_run": ("rollout",),
+    "tiny": ("rollout",),
 }
 """Option -> the benchmarks that accept it."""
 
@@ -42,8 +43,9 @@ def add_arguments(add: Callable[..., object]) -> None:
     )
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
     add("--part", action="append",
-        help="of `bench rollout`: forward, step, rollout, train or decode; of `bench "
-        "limits`: ceiling, attention or adapter_rows")  # fmt: skip
+        help="of `bench rollout`: forward, step, rollout, decode or train: 'train full', 'train "
+        "attention', 'train auto', 'train none'; of `bench limits`: ceiling, attention or "
+        "adapter_rows")  # fmt: skip
     add(
         "--path",
         action="append",
@@ -61,6 +63,12 @@ def add_arguments(add: Callable[..., object]) -> None:
         action="store_true",
         default=None,
         help="for `bench rollout`: print FLOPs, and run nothing",
+    )
+    add(
+        "--tiny",
+        action="store_true",
+        default=None,
+        help="for `bench rollout`: every row once at the smallest size, to see that it runs",
     )
     add("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
 
@@ -106,9 +114,12 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     elif options.what == "rollout":
         from sage_fast.benchmarks import rollout, rung
 
+        if options.tiny:
+            options.size = ["tiny"]
+            options.repetitions = 1
         sizes = _known("size", options.size, rung.SIZES)
         parts, paths = (
-            _known("part", options.part, rung.PARTS),
+            _known("part", options.part, [*rung.PARTS, *rung.GROUPS]),
             _known("path", options.path, rung.PATHS),
         )
         if options.dry_run:

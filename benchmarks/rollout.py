@@ -21,9 +21,12 @@ from sage_fast.benchmarks.limits import format_sustained, sustained_ceiling
 from sage_fast.benchmarks.rung import (
     CPU_SIZES,
     GPU_SIZES,
+    GROUPS,
     PARTS,
     SIZES,
+    TRAINED,
     Rung,
+    checkpointing_of,
     part_flops,
     random_decoders,
     random_transformer,
@@ -31,6 +34,7 @@ from sage_fast.benchmarks.rung import (
 )
 from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
 
+from sage_fast.models.checkpointing import MODES, CheckpointPlan
 from sage_fast.models.hunyuan15.spec import decode_flops
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import (
@@ -165,7 +169,9 @@ def chosen_paths(parts: Sequence[str] | None, paths: Sequence[str] | None) -> di
         UserError: a requested part has none of the requested paths.
     """
     chosen = {}
-    for part in parts or PARTS:
+    given = parts or PARTS
+    wanted = dict.fromkeys(one for part in given for one in GROUPS.get(part, (part,)))
+    for part in wanted:
         chosen[part] = [path for path in PARTS[part] if paths is None or path in paths]
         if parts is not None and not chosen[part]:
             asked = " or ".join(map(repr, paths or []))
@@ -188,7 +194,7 @@ def run(
     Args:
         names: names of sizes; by default the ladder of this device.
         rounds: interleaved rounds per row.
-        parts: a subset of PARTS; all by default.
+        parts: names of PARTS and GROUPS; all by default.
         paths: a subset of PATHS; all by default.
         budget: seconds for the whole benchmark; no limit by default. Rows that do not fit the
             remainder are not run.
@@ -209,6 +215,7 @@ def run(
         "budget_seconds": budget,
         "rows": rows,
         "not_run": not_run,
+        "stand_ins": [],
     }
     transformer = decoders = built = None
     with Progress("bench rollout", len(sizes) * len(work), "row") as bar:
@@ -222,6 +229,7 @@ def run(
                 )
             assert transformer is not None
             rung = Rung(transformer, size, decoders)
+            result["stand_ins"] = rung.stand_ins
             problems: dict[
                 str, dict[str, str]
             ] = {}  # gate -> path -> problem, for gates that have run
@@ -230,9 +238,7 @@ def run(
                 flops, once = rung.flops(part), part == "rollout" and size.steps >= LONG
                 calls = (1 if once else WARM_UPS + 1) + (gate not in problems)
                 expected = estimate(rows, name, part, flops, chosen, calls)
-                facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
-                facts |= {"model_flops": rung.flops(part, model=True)}
-                facts |= {} if part == "decode" else {"attention": rung.attention}
+                facts = _facts(rung, name, part, chosen)
                 if (left := _left(end)) <= expected:
                     reason = (
                         f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s "
@@ -267,6 +273,30 @@ def run(
     return result
 
 
+def _facts(rung: Rung, name: str, part: str, paths: Sequence[str]) -> dict[str, Any]:
+    """Return what a row says besides its times.
+
+    Args:
+        rung: the size.
+        name: its name.
+        part: the row's part.
+        paths: those to measure.
+    """
+    facts: dict[str, Any] = {
+        "size": name,
+        "part": part,
+        "batch": rung.size.batch,
+        "flops": rung.flops(part),
+        "model_flops": rung.flops(part, model=True),
+        "unavailable": {path: rung.unavailable[path] for path in paths if path in rung.unavailable},
+    }
+    if part in TRAINED:
+        facts["recomputed"] = str(rung.checkpointing(part))
+    if part != "decode":
+        facts["attention"] = rung.attention
+    return facts
+
+
 def _left(end: float) -> float:
     """Return the seconds left; negative once the budget is spent."""
     return end - time.monotonic()
@@ -283,7 +313,7 @@ def failures(result: Mapping[str, Any]) -> int:
 def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None = None) -> str:
     """Format what the rows cost by the plan's formulas, without running them."""
     lines = [
-        f"{'size':<18}{'part':<9}{'tokens':>9}{'forwards':>10}{'model FLOPs':>13}"
+        f"{'size':<18}{'part':<17}{'tokens':>9}{'forwards':>10}{'model FLOPs':>13}"
         f"{'with recomputation':>20}{'at ' + format(BURST_FLOPS / 1e12, '.0f') + ' TFLOP/s':>16}"
     ]
     for name in names or GPU_SIZES:
@@ -291,7 +321,9 @@ def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None =
         spec = spec_of(size.testbed)
         config = spec.meta("transformer").config
         tokens = size.batch * (math.prod(size.space) + size.text_tokens)
-        for part in parts or PARTS:
+        for part in chosen_paths(parts, None):
+            if checkpointing_of(part) not in MODES:
+                continue  # what `auto` recomputes depends on the card
             if part == "decode":
                 forwards, model = (
                     0,
@@ -300,12 +332,10 @@ def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None =
                 done = model
             else:
                 forwards = size.passes * (size.steps if part == "rollout" else 1)
-                model, done = (
-                    part_flops(config, size, part, mode)
-                    for mode in (None, size.checkpointing(part))
-                )
+                plan = CheckpointPlan(checkpointing_of(part))
+                model, done = (part_flops(config, size, part, chosen) for chosen in (None, plan))
             lines.append(
-                f"{name:<18}{part:<9}{tokens:>9,}{forwards or '':>10}{model:>13.3g}{done:>20.3g}"
+                f"{name:<18}{part:<17}{tokens:>9,}{forwards or '':>10}{model:>13.3g}{done:>20.3g}"
                 f"{done / BURST_FLOPS:>14.3g} s"
             )
     lines += [
@@ -330,7 +360,7 @@ def format_rollout(result: Mapping[str, Any]) -> str:
         ),
         full_line,
         "",
-        f"{'size':<18}{'part':<9}{'path':<22}{'time':>12}{'calls':>7}{'to stock':>10}"
+        f"{'size':<18}{'part':<17}{'path':<30}{'time':>12}{'calls':>7}{'to stock':>10}"
         f"{'TFLOP/s':>9}{'MFU':>8}{'HFU':>8}{'peak memory':>13}",
     ]
     for row in result["rows"]:
@@ -340,13 +370,13 @@ def format_rollout(result: Mapping[str, Any]) -> str:
             rate = row["flops"] / seconds / 1e12
             stock = f"{row['seconds']['stock'] / seconds:.2f}x" if "stock" in row["seconds"] else ""
             lines.append(
-                f"{row['size']:<18}{row['part']:<9}{name:<22}{1e3 * seconds:>9.2f} "
+                f"{row['size']:<18}{row['part']:<17}{name:<30}{1e3 * seconds:>9.2f} "
                 f"ms{row['rounds']:>7}"
-                f"{stock:>10}{rate:>9.0f}{model:>8.1%}{done:>8.1%}{peak:>13}".rstrip()
+                f"{stock:>10}{rate:>9.3g}{model:>8.1%}{done:>8.1%}{peak:>13}".rstrip()
             )
         lines += [
-            f"{row['size']:<18}{row['part']:<9}{name:<22}{why}"
-            for name, why in row["failed"].items()
+            f"{row['size']:<18}{row['part']:<17}{name:<30}{why}"
+            for name, why in (row["failed"] | row.get("unavailable", {})).items()
         ]
     lines += [
         "",
@@ -365,4 +395,14 @@ def format_rollout(result: Mapping[str, Any]) -> str:
         if "attention" in row
     }
     lines += [f"attention of eager and graphed at {size}: {name}" for size, name in served.items()]
+    lines += [
+        f"recomputed by {row['part']} at {row['size']}: {row['recomputed']}"
+        for row in result["rows"]
+        if checkpointing_of(row["part"]) not in MODES
+    ]
+    ran = {path for row in result["rows"] for path in row["seconds"]}
+    stand_ins = [path for path in result.get("stand_ins", []) if path in ran]
+    if stand_ins:
+        kernels = ", ".join(stand_ins)
+        lines.append(f"no GPU: PyTorch's attention stands in for the kernels of {kernels}")
     return "\n".join(lines)

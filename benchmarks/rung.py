@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from sage_fast.benchmarks.stock import STOCK, StockDecoder, StockPolicy
+from sage_fast.benchmarks.stock import (
+    MERGED,
+    STOCK,
+    StockDecoder,
+    StockPolicy,
+    load_kernel,
+    merged_copy,
+)
 from torch import Tensor
 
 from sage_fast.algorithm.flops import training_flops
@@ -18,8 +25,14 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import fastest, measure_attention
-from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.checkpointing import (
+    MODES,
+    CheckpointPlan,
+    fastest_that_fits,
+    set_checkpointing,
+)
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
+from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import (
@@ -37,16 +50,31 @@ from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.rollout.step import denoise
 from sage_fast.testbed.tiny_model import LATENT_SHAPE, Testbed
 from sage_fast.util.captions import PromptKey
+from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import in_one_line
 
 ATTENTIONS = {"eager cudnn": "cudnn", "eager flash4": "flash4"}
 """Path -> attention of our forward, where that is not the fastest, which `eager` takes."""
-FORWARDS = (*STOCK, "eager", *ATTENTIONS)
+OURS = ("eager", *ATTENTIONS)
+FORWARDS = (*STOCK, *MERGED, *OURS)
+TRAINED = {
+    "train full": "full",
+    "train attention": "attention",
+    "train auto": "auto",
+    "train none": "none",
+}
+"""Part that times a trained step -> its `model.gradient_checkpointing`. diffusers' checkpointing
+recomputes every block or none."""
+GROUPS = {"train": tuple(TRAINED)}
+"""Name that `--part` accepts -> its parts."""
 PARTS = {
     "forward": FORWARDS,
     "step": (*FORWARDS, "graphed"),
     "rollout": (*FORWARDS, "graphed"),
-    "train": FORWARDS,
+    "train full": (*STOCK, *OURS),
+    "train attention": OURS,
+    "train auto": OURS,
+    "train none": (*STOCK, *OURS),
     "decode": ("contiguous", "channels last", "stock"),
 }
 """part -> the paths that it can take. The first two paths of decode are ours, named by memory
@@ -72,9 +100,10 @@ class Size:
         """Forwards of a step."""
         return 1 + (self.guidance != 1)
 
-    def checkpointing(self, part: str) -> str:
-        """Return the checkpointing mode that a part runs with."""
-        return "full" if part == "train" and not self.testbed else "none"
+
+def checkpointing_of(part: str) -> str:
+    """Return the `model.gradient_checkpointing` that a part runs with."""
+    return TRAINED.get(part, MODES[0])
 
 
 SIZES = {
@@ -90,6 +119,8 @@ SIZES = {
 `rollout` and `decode`."""
 GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
 CPU_SIZES = ("testbed batch 1", "testbed batch 32")
+USABLE = 0.92
+"""Share of the free memory that `train auto` fills, as in a run."""
 GATE_SPACE = (3, 8, 8)
 """Largest latents (T, H, W) that the decoders' gate compares: a layout that is correct there is
 correct everywhere."""
@@ -145,23 +176,29 @@ def random_decoders(
     return {"stock": stock, "contiguous": contiguous, "channels last": channels_last}
 
 
-def part_flops(config: Any, size: Size, part: str, checkpointing: str | None) -> float:
+def part_flops(config: Any, size: Size, part: str, chosen: CheckpointPlan | None) -> float:
     """Return the FLOPs of a part but `decode` with the unpadded prompt, by the plan's formulas.
 
     Args:
         config: that of the transformer.
         size: a row of `SIZES`.
         part: a key of `PARTS`.
-        checkpointing: mode of the backward; None: model FLOPs, without a recomputation.
+        chosen: what the backward recomputes; None: model FLOPs, without a recomputation.
     """
     tokens, passes = math.prod(size.space), size.batch * size.passes
     forward = passes * forward_flops(config, tokens, size.text_tokens)
-    if part == "train":
+    if part in TRAINED:
         attention = passes * attention_flops(config, tokens, size.text_tokens)
         ends = passes * block_end_flops(config, tokens)
-        return training_flops(
-            forward, attention, checkpointing=checkpointing, trains_adapter=True, block_ends=ends
-        )
+
+        def of_mode(mode: str | None) -> float:
+            return training_flops(
+                forward, attention, checkpointing=mode, trains_adapter=True, block_ends=ends
+            )
+
+        if chosen is None:
+            return of_mode(None)
+        return chosen.mean({mode: of_mode(mode) for mode in MODES})
     return forward * (size.steps if part == "rollout" else 1)
 
 
@@ -184,16 +221,22 @@ class Rung:
         config = transformer.config
         self.transformer = transformer
         self.stock = with_own_adapter(transformer, dtype)
+        self.plans: dict[str, CheckpointPlan] = {}
+        self.merged: HunyuanVideo15Transformer3DModel | None = None
         options: dict[str, Any] = {"dtype": dtype, "guidance_scale": size.guidance}
         self.ours = HunyuanVideo15Policy(transformer, **options)
         # changes the strides of the weights, for which code is compiled later
         self.ours.forward.refresh()
         # The paths of our forward share one policy. Two policies over one transformer would take
         # the weights from each other, and lay out those of all blocks again, at every turn.
+        self.unavailable = self._unavailable(device)
         self.policies: dict[str, HunyuanVideo15Policy] = {
-            path: StockPolicy(self.stock, **how, **options) for path, how in STOCK.items()
+            path: StockPolicy(self.stock, **how, **options)
+            for path, how in STOCK.items()
+            if path not in self.unavailable
         }
-        self.policies |= dict.fromkeys(("eager", *ATTENTIONS), self.ours)
+        self.policies |= dict.fromkeys(OURS, self.ours)
+        self.options = options
         self.size = size
         self.device = device
         generator = torch.Generator().manual_seed(0)
@@ -218,6 +261,68 @@ class Rung:
         )
         self.decoders = decoders or {}
 
+    @staticmethod
+    def _unavailable(device: torch.device) -> dict[str, str]:
+        """Return path -> why diffusers has no such attention kernel here. On a CPU all can run,
+        with PyTorch's attention."""
+        if device.type != "cuda":
+            return {}
+        kernels = {path: how["kernel"] for path, how in STOCK.items() if "kernel" in how}
+        problems = {}
+        for name in dict.fromkeys(kernels.values()):
+            try:
+                load_kernel(name)
+            # from diffusers, from `kernels` or from the network: the other paths can still run
+            except Exception as error:
+                problems[name] = in_one_line(error)
+        found = {path: problems[name] for path, name in kernels.items() if name in problems}
+        found |= {path: found[base] for path, base in MERGED.items() if base in found}
+        return found
+
+    @property
+    def stand_ins(self) -> list[str]:
+        """Return the paths whose attention kernel needs a GPU, for which PyTorch's stands in."""
+        if self.device.type == "cuda":
+            return []
+        named = [path for path, how in STOCK.items() if "kernel" in how]
+        return [*named, *(path for path, base in MERGED.items() if base in named)]
+
+    def _policy(self, path: str) -> HunyuanVideo15Policy:
+        """Return the policy of a path. Merged weights are copies, made for the first such path."""
+        if path not in self.policies:
+            if self.merged is None:
+                self.merged = merged_copy(self.stock)
+            how = STOCK[MERGED[path]]
+            self.policies[path] = StockPolicy(self.merged, **how, **self.options)
+        return self.policies[path]
+
+    def checkpointing(self, part: str) -> CheckpointPlan:
+        """Return what a part's backward recomputes. `auto` is the least that fits into the memory
+        that is free when it is first asked for."""
+        if part not in self.plans:
+            self.plans[part] = self._checkpointing(checkpointing_of(part))
+        return self.plans[part]
+
+    def _checkpointing(self, mode: str) -> CheckpointPlan:
+        blocks = len(self.transformer.transformer_blocks)
+        if mode in MODES:
+            return CheckpointPlan(mode, blocks, blocks)
+        tokens = math.prod(self.size.space) + self.size.text_tokens
+        ranks = [p.shape[0] for name, p in self.transformer.named_parameters() if "lora_A" in name]
+        needed = {
+            name: activation_bytes(
+                name,
+                self.transformer.config,
+                tokens,
+                self.x.new_empty(0, dtype=self.ours.dtype).element_size(),
+                max(ranks),
+                self.size.batch,
+                self.size.passes,
+            )
+            for name in MODES
+        }
+        return fastest_that_fits(needed, USABLE * free_bytes(self.device), blocks)
+
     def schedule(self, policy: HunyuanVideo15Policy) -> Any:
         return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)
 
@@ -231,8 +336,8 @@ class Rung:
             return self.size.batch * decode_flops(
                 spec_of(self.size.testbed).vae.decoder, self.shape
             )
-        checkpointing = None if model else self.size.checkpointing(part)
-        return part_flops(self.transformer.config, self.size, part, checkpointing)
+        chosen = None if model else self.checkpointing(part)
+        return part_flops(self.transformer.config, self.size, part, chosen)
 
     # -- the gate ----------------------------------------------------------------------------------
 
@@ -270,7 +375,7 @@ class Rung:
         return problems
 
     def _velocity(self, path: str) -> Tensor:
-        policy = self.policies[path]
+        policy = self._policy(path)
         self._set_attention(path)
         return policy.guided_velocity(self.x, self.schedule(policy).at(self.step))
 
@@ -283,6 +388,7 @@ class Rung:
         """Return the paths of a part, `possible`, that are requested and can run here."""
         # pads by 1985 tokens: meaningful at real sizes only
         absent = {"stock padded"} if self.size.testbed else set()
+        absent |= self.unavailable.keys()
         if self.device.type != "cuda":
             absent |= {"stock cudnn", "stock cudnn compiled"}
         absent |= {
@@ -303,8 +409,11 @@ class Rung:
         Paths that cannot run here are left out: graphs need CUDA and memory.
         """
         present = self._present(PARTS[part], paths)
+        chosen = self.checkpointing(part)
+        others = chosen.faster if chosen.count < chosen.blocks else None
         for transformer in (self.transformer, self.stock):
-            set_checkpointing(transformer, self.size.checkpointing(part))
+            first = transformer.transformer_blocks[: chosen.count]
+            set_checkpointing(transformer, chosen.mode, others=others, first=first)
         if part == "decode":
             return {path: self._decode(self.decoders[path]) for path in present}
         made = {path: self._function(part, path) for path in present if path != "graphed"}
@@ -316,7 +425,7 @@ class Rung:
         return lambda: decoder(self.x)
 
     def _function(self, part: str, path: str) -> Callable[[], Any]:
-        policy = self.policies[path]
+        policy = self._policy(path)
         schedule = self.schedule(policy)
 
         @torch.no_grad()
@@ -338,7 +447,8 @@ class Rung:
                 v.float().square().mean(), list(policy.parameters().values())
             )
 
-        function = {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
+        functions = {"forward": forward, "step": step, "rollout": whole}
+        function = functions.get(part, train)
 
         def run() -> Any:
             self._set_attention(path)

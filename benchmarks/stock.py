@@ -6,13 +6,19 @@ default need not.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _check_attention_backend_requirements,
+    _maybe_download_kernel_for_backend,
+    dispatch_attention_fn,
+)
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -28,17 +34,31 @@ PADDED_TEXT, PADDED_GLYPHS = 1000, 256
 """Token counts to which the published pipeline pads a prompt; without an image, that has masked
 tokens too."""
 
-STOCK: dict[str, dict[str, bool]] = {
+CUDNN = "_native_cudnn"
+FLASH3 = "_flash_3_varlen_hub"
+FLASH4 = "flash_4_hub"
+"""Attention backends by their names in diffusers. `FLASH3` takes a mask, `FLASH4` takes none."""
+
+STOCK: dict[str, dict[str, Any]] = {
     "stock": {},
     "stock compiled": {"compiled": True},
     "stock padded": {"padded": True},
-    "stock cudnn": {"cudnn": True},
-    "stock cudnn compiled": {"cudnn": True, "compiled": True},
-    "tuned": {"cudnn": True, "unmasked": True},
-    "tuned compiled": {"cudnn": True, "unmasked": True, "compiled": True},
+    "stock cudnn": {"kernel": CUDNN},
+    "stock cudnn compiled": {"kernel": CUDNN, "compiled": True},
+    "stock flash3 compiled": {"kernel": FLASH3, "compiled": True},
+    "tuned": {"kernel": CUDNN, "unmasked": True},
+    "tuned compiled": {"kernel": CUDNN, "unmasked": True, "compiled": True},
+    "tuned flash4 compiled": {"kernel": FLASH4, "unmasked": True, "compiled": True},
 }
 """Path -> how it runs diffusers' forward (`StockPolicy`). `stock` is diffusers as it comes, with
 masked attention; `tuned` is without the mask, by cuDNN's attention on a GPU."""
+
+MERGED = {
+    f"{path} merged": path
+    for path in ("tuned compiled", "tuned flash4 compiled", "stock flash3 compiled")
+}
+"""Path of a rollout whose LoRA is merged into the weights -> its path in `STOCK`. It cannot train,
+and in bfloat16 it rounds a young adapter away (tests/test_merged.py)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +156,31 @@ class StockTable:
         return self.of(keys).at(steps)
 
 
+def load_kernel(name: str) -> AttentionBackendName:
+    """Return diffusers' attention backend of this name, after fetching its kernel if it has one on
+    the Hub.
+
+    Raises:
+        Exception: whatever diffusers raises where the backend's package or kernel is missing.
+    """
+    backend = AttentionBackendName(name)
+    # what `set_attention_backend` of a diffusers model does first
+    _check_attention_backend_requirements(backend)
+    _maybe_download_kernel_for_backend(backend)
+    return backend
+
+
+def merged_copy(transformer: HunyuanVideo15Transformer3DModel) -> HunyuanVideo15Transformer3DModel:
+    """Return a transformer with weights of its own, into which the LoRA is merged."""
+    for block in transformer.transformer_blocks:
+        block._compiled_call_impl = None  # a compiled function cannot be copied
+    copied = copy.deepcopy(transformer).requires_grad_(False)
+    for module in copied.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+    return copied
+
+
 class UnmaskedProcessor:
     """Attention of a diffusers block, with its modules and its kernels but without a mask."""
 
@@ -184,7 +229,8 @@ class StockPolicy(HunyuanVideo15Policy):
 
     Args:
         padded: pad the text as the published pipeline does.
-        cudnn: attend by diffusers' backend `_native_cudnn`, on a GPU.
+        kernel: name of diffusers' attention backend on a GPU; None: its own choice. On a CPU,
+            PyTorch's attention stands in.
         unmasked: attend without a mask where texts have one length and no padding, so that it hides
             nothing.
         compiled: compile the blocks by `torch.compile`, as `compile_repeated_blocks` of diffusers
@@ -196,7 +242,7 @@ class StockPolicy(HunyuanVideo15Policy):
         transformer: HunyuanVideo15Transformer3DModel,
         *,
         padded: bool = False,
-        cudnn: bool = False,
+        kernel: str | None = None,
         unmasked: bool = False,
         compiled: bool = False,
         **options: Any,
@@ -213,10 +259,10 @@ class StockPolicy(HunyuanVideo15Policy):
         self.autocasts = any(p.dtype != self.dtype for p in transformer.parameters())
         self.masked: Any = HunyuanVideo15AttnProcessor2_0()
         self.unmasked: Any = UnmaskedProcessor() if unmasked and not padded else self.masked
-        if cudnn and self.device.type == "cuda":
-            self.masked._attention_backend = self.unmasked._attention_backend = (
-                AttentionBackendName._NATIVE_CUDNN
-            )
+        if kernel is not None and self.device.type == "cuda":
+            backend = load_kernel(kernel)
+            self.masked._attention_backend = backend
+            self.unmasked._attention_backend = backend
         self.calls = [
             torch.compile(block._call_impl, dynamic=False) if compiled else None
             for block in transformer.transformer_blocks

@@ -375,8 +375,9 @@ command_of() {
         rollout-480p)
             size=(--size "480p 81 frames" --repetitions 3 --budget 390)
             $tiny && size=(--size tiny --repetitions 1)
-            rollout_of "$1" "${size[@]}" --part forward --part train --path stock --path tuned \
-                --path "tuned compiled" --path eager --path "eager cudnn" --path "eager flash4"
+            rollout_of "$1" "${size[@]}" --part forward --part "train auto" --part "train full" --path stock \
+                --path tuned --path "tuned compiled" --path "tuned flash4 compiled" --path "stock flash3 compiled" \
+                --path eager --path "eager cudnn" --path "eager flash4"
             ;;
         decode-480p)
             # Without the stock decode: its tensors have more than 2^31 elements here, and it may end in an error after

@@ -3,9 +3,12 @@ it lacks."""
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -21,10 +24,11 @@ from diffusers.models.transformers import transformer_hunyuan_video15
 from sage_fast.benchmarks import compile_report, limits
 from sage_fast.benchmarks import operators as bench
 from sage_fast.benchmarks import rollout as rollout_bench
+from sage_fast.benchmarks import rung as rung_module
 from sage_fast.benchmarks import stock as stock_module
 from sage_fast.benchmarks.rung import PARTS, Rung, random_decoders, random_transformer
 from sage_fast.benchmarks.rung import SIZES as RUNGS
-from sage_fast.benchmarks.stock import STOCK, StockPolicy
+from sage_fast.benchmarks.stock import FLASH3, FLASH4, MERGED, STOCK, StockPolicy, load_kernel
 from sage_fast.benchmarks.timing import fresh_compilation
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -33,7 +37,9 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
 from sage_fast.config.loader import dump
+from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
+from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.ops._dispatch import REFERENCES
@@ -274,7 +280,8 @@ def test_compiled_blocks_never_fall_back_to_eager() -> None:
     compiled: dict[str, Any] = {"names": ["tiny", "testbed batch 1"], "rounds": 1, "paths": paths}
     with torch._dynamo.config.patch(recompile_limit=6):
         result = rollout_bench.run(**compiled)
-    assert [row["part"] for row in result["rows"]] == ["forward", "step", "rollout", "train"] * 2
+    parts = ["forward", "step", "rollout", "train full", "train none"]
+    assert [row["part"] for row in result["rows"]] == parts * 2
     assert all({*compiled["paths"]} == set(row["seconds"]) for row in result["rows"])
     with torch._dynamo.config.patch(recompile_limit=1):
         result = rollout_bench.run(**compiled | {"names": ["tiny"]})
@@ -295,7 +302,7 @@ def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     first = len(joined)
     assert 0 < first == len(set(map(id, joined)))
     assert rung.check("forward") == {}
-    for part in ("forward", "train"):
+    for part in ("forward", "train full"):
         rollout_bench.measure(rung.contenders(part), CPU, 2)
     assert len(joined) == first
 
@@ -319,7 +326,7 @@ def test_stock_computes_its_adapter_in_the_dtype_of_the_model() -> None:
     longer."""
     transformer = random_transformer(True, CPU, torch.bfloat16)
     rung = Rung(transformer, RUNGS["tiny"])
-    for part in ("forward", "train"):
+    for part in ("forward", "train none"):
         for path, run in rung.contenders(part, ["stock", "tuned"]).items():
             with MatmulDtypes() as matmuls:
                 run()
@@ -385,7 +392,7 @@ def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
 def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run every path at a tiny size, gate included; `make soak` compiles blocks too."""
     file, compiles = tmp_path / "rollout.json", "SAGE_FAST_SOAK" in os.environ
-    parts = ["forward", "step", "rollout", "train", "decode"] if compiles else ["forward", "decode"]
+    parts = [*PARTS] if compiles else ["forward", "decode"]
     chosen = [f"--part={part}" for part in parts]
     if not compiles:
         chosen += [
@@ -411,14 +418,107 @@ def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = json.loads(file.read_text())["rows"]
     assert [row["part"] for row in rows] == parts
     for row in rows:
-        paths = {"contiguous", "channels last"} if row["part"] == "decode" else {"eager", "tuned"}
-        if compiles and row["part"] != "decode":
-            paths.add("tuned compiled")
-        assert {"stock", *paths} <= set(row["seconds"])
+        paths = {"stock", "tuned", "eager", "contiguous", "channels last"} & {*PARTS[row["part"]]}
+        if compiles:
+            paths |= {"tuned compiled", *MERGED} & {*PARTS[row["part"]]}
+        assert paths <= set(row["seconds"])
         assert all(seconds > 0 for seconds in row["seconds"].values())
         assert 0 < row["model_flops"] <= row["flops"]
         assert row["part"] in out
     assert "stock: diffusers as it comes, with\nmasked attention" in out
+
+
+@pytest.mark.usefixtures("dynamo_only")
+def test_tiny_has_a_trained_step_of_each_mode_and_the_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`bench rollout --tiny`: on a CPU PyTorch's attention stands in for diffusers' kernels."""
+    file = tmp_path / "rollout.json"
+    flash = ["tuned flash4 compiled", "stock flash3 compiled"]
+    paths = ["stock", "eager", *flash, *(f"{path} merged" for path in flash)]
+    command = ["bench", "rollout", "--tiny", "--part", "forward", "--part", "train"]
+    assert main([*command, "--json", str(file), *(f"--path={path}" for path in paths)]) == 0
+    result = json.loads(file.read_text())
+    rows = {row["part"]: row for row in result["rows"]}
+    assert {part: {*row["seconds"]} for part, row in rows.items()} == {
+        "forward": {*paths},
+        "train full": {"stock", "eager", *flash},
+        "train attention": {"eager"},
+        "train auto": {"eager"},
+        "train none": {"stock", "eager", *flash},
+    }
+    full, attention, auto, none = (
+        rows[f"train {mode}"] for mode in ("full", "attention", "auto", "none")
+    )
+    assert full["flops"] > attention["flops"] > none["flops"] > none["model_flops"]
+    assert full["recomputed"] == "full"
+    assert auto["recomputed"] in MODES
+    out = capsys.readouterr().out
+    assert "recomputed by train auto at tiny: " in out
+    assert "PyTorch's attention stands in for the kernels of stock flash3 compiled, tuned" in out
+
+
+def test_auto_recomputes_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many blocks as the free memory asks for; FLOPs are between those of two modes."""
+    rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["testbed batch 1"])
+    assert str(rung.checkpointing("train auto")) == "none"
+    rung.plans.clear()
+    config, blocks = rung.transformer.config, len(rung.transformer.transformer_blocks)
+    tokens = math.prod(RUNGS["testbed batch 1"].space) + RUNGS["testbed batch 1"].text_tokens
+    some, least = (activation_bytes(mode, config, tokens, 4, 16) for mode in ("none", "attention"))
+    free = int((some + least) / 2 / rung_module.USABLE)
+    monkeypatch.setattr(rung_module, "free_bytes", lambda device: free)
+    chosen = rung.checkpointing("train auto")
+    assert (chosen.mode, chosen.blocks) == ("attention", blocks)
+    assert 0 < chosen.count < blocks
+    flops = [rung.flops(f"train {mode}") for mode in ("none", "auto", "attention")]
+    assert flops == sorted(set(flops))
+    gradients = [
+        rung.contenders(f"train {mode}", ["eager"])["eager"]() for mode in ("auto", "none")
+    ]
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_kernel_that_cannot_be_had_is_named_and_the_others_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row says why, and the exit status is 0: nothing is wrong with what is measured."""
+    for kernel in (FLASH3, FLASH4):
+        if not importlib.util.find_spec("kernels"):
+            with pytest.raises(RuntimeError, match="kernels"):
+                load_kernel(kernel)
+    monkeypatch.setattr(rung_module, "load_kernel", refuse)
+    found = Rung._unavailable(torch.device("cuda"))
+    assert {path for path in found if "flash" in path} == {
+        path for path in (*STOCK, *MERGED) if "flash" in path
+    }
+    assert set(found.values()) == {"RuntimeError: no network"}
+    monkeypatch.setattr(Rung, "_unavailable", staticmethod(lambda device: found))
+    file = tmp_path / "rollout.json"
+    paths = ["stock", "tuned flash4 compiled", "tuned flash4 compiled merged"]
+    command = ["bench", "rollout", "--tiny", "--part", "forward", "--json", str(file)]
+    assert main([*command, *(f"--path={path}" for path in paths)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert [*row["seconds"]] == ["stock"]
+    assert row["unavailable"] == dict.fromkeys(paths[1:], "RuntimeError: no network")
+    assert re.search(
+        r"forward +tuned flash4 compiled merged +RuntimeError: no network", capsys.readouterr().out
+    )
+
+
+def refuse(name: str) -> None:
+    raise RuntimeError("no network")
+
+
+def test_merged_weights_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merging leaves the weights of all other paths alone, and its rows have the same result."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
+    before = [p.clone() for p in rung.transformer.parameters()]
+    assert rung.check("forward", ["stock", "eager", *MERGED]) == {}
+    assert {rung._policy(path).transformer for path in MERGED} == {rung.merged}
+    assert all(map(torch.equal, before, rung.transformer.parameters()))
 
 
 def test_wrong_velocities_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,11 +719,11 @@ def test_a_path_that_fails_is_named_and_the_others_are_timed(
     file = tmp_path / "rollout.json"
     command = ["bench", "rollout", "--size", "tiny", "--repetitions", "1", "--json", str(file)]
     of_them = ["--path", "stock", "--path", "eager"]
-    assert main([*command, *of_them, "--part", "forward", "--part", "train"]) == 1
+    assert main([*command, *of_them, "--part", "forward", "--part", "train none"]) == 1
     forward, train = json.loads(file.read_text())["rows"]
     assert (list(forward["seconds"]), list(train["seconds"])) == (["stock", "eager"], ["stock"])
     assert train["failed"] == {"eager": "RuntimeError: no such kernel"}
-    assert "eager                 RuntimeError: no such kernel" in capsys.readouterr().out
+    assert "eager                         RuntimeError: no such kernel" in capsys.readouterr().out
 
     monkeypatch.setattr(StockPolicy, "velocity", lambda self, *a: 1 / 0)
     assert (
