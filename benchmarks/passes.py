@@ -160,11 +160,11 @@ def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
 def share_of_limit(
     there: Traffic, back: Traffic, attention: Sequence[float], frozen: bool
 ) -> tuple[float, float]:
-    """Return the time of a forward, and of a training transition, by arithmetic, in units of that
-    at the ceiling.
+    """Return the time of a forward, and of a trained step, by arithmetic, in units of that at the
+    ceiling.
 
-    A transition is a forward, its recomputation and the backward, which then finds the queries and
-    keys that a backward alone computes again. Its matmuls run at `BURST_FLOPS`, its passes at
+    A trained step is a forward, its recomputation and the backward, which then finds the queries
+    and keys that a backward alone computes again. Its matmuls run at `BURST_FLOPS`, its passes at
     `BANDWIDTH`, and attention at `attention` FLOP/s forward and backward.
     """
     tokens = TOKENS + TEXT
@@ -217,7 +217,7 @@ def table() -> str:
             for model, pair in zip(models, counts)
         ]
         rates = "/".join(f"{rate / 1e12:.0f}" for rate in attention)
-        row(f"of the limit, attention at {rates} TFLOP/s: forward, then transition",
+        row(f"of the limit, attention at {rates} TFLOP/s: forward, then trained step",
             [f"{share:.2f}" for pair in shares for share in pair])  # fmt: skip
     return "\n".join(lines)
 

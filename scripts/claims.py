@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
 README = "README.md"
 GPU = "docs/results/gpu.md"
+COMPARISON = "docs/results/comparison.md"
 ENGINE = "docs/explanation/rollout-engine.md"
 
 ROLLOUT = "2026-11-27-h200-rollout-480p.json"
@@ -41,7 +42,10 @@ SIZE = "480p 81 frames"
 STEPS, SAMPLES = 3, 2
 """Steps of a sample and samples of the profiled iteration."""
 BLOCKS = 54
-UNIT = 21 * 30 * 52 * 2048 * 2
+WIDTH = 2048
+TOKENS = 21 * 30 * 52 + 200
+"""Tokens of a video of 480p, 81 frames, and of its prompt."""
+UNIT = 21 * 30 * 52 * WIDTH * 2
 """Bytes of a block's video tokens, 480p, 81 frames, in bfloat16."""
 PLANNED_BURST = 789e12
 """FLOP/s that the predictions were written for."""
@@ -333,6 +337,38 @@ def page_of_gpus() -> Iterator[Claim]:
     yield claim(f"a trained step, {trained_step():.2f} s", ITERATION)
 
 
+# -- rollout-engine.md -----------------------------------------------------------------------------
+
+
+def page_of_the_engine() -> Iterator[Claim]:
+    """Yield what was measured beside what benchmarks/passes.py predicts."""
+    linear, attended = 24.0 * WIDTH**2 * TOKENS, 4.0 * TOKENS**2 * WIDTH
+    limits = (linear + attended, 3 * linear + 4.5 * attended)
+    page = (REPOSITORY / ENGINE).read_text(encoding="utf-8")
+    predicted = re.findall(
+        r"^\| of the limit, attention at [\d/]+ TFLOP/s: .*? \| ([\d.]+) \| ([\d.]+) \|", page, re.M
+    )
+    named = (("cuDNN's attention", "eager cudnn"), ("FlashAttention 4", "eager"))
+    for (name, path), shares in zip(named, predicted, strict=True):
+        times = [
+            BLOCKS * flops / PLANNED_BURST * float(share)
+            for flops, share in zip(limits, shares, strict=True)
+        ]
+        words = (
+            f"| {name} | {times[0]:.2f} s, {times[1]:.2f} s | {seconds('forward', path):.2f} s, "
+            f"{seconds('train', path):.2f} s |"
+        )
+        yield Claim(ENGINE, (ROLLOUT,), words)
+    for phase, timed in result(DEMO)["phases"].items():
+        stock, ours = timed["stock"], timed["eager"]
+        words = f"| {phase} | {1e3 * stock:.0f} ms | {1e3 * ours:.0f} ms | {stock / ours:.2f}x |"
+        yield Claim(ENGINE, (DEMO,), words)
+
+
+def comparison() -> Iterator[Claim]:
+    yield Claim(COMPARISON, (VIDEO,), f"ours took {sum(video()):.0f} s, without text encoding")
+
+
 def longer() -> str:
     """Return how much longer than a forward a step took, on the paths that have both."""
     forward, step = (row(SMALL, part=part)["seconds"] for part in ("forward", "step"))
@@ -365,7 +401,7 @@ def in_an_iteration() -> str:
 
 def claims() -> list[Claim]:
     """Return every claim, in the order of the pages."""
-    return [*readme(), *page_of_gpus()]
+    return [*readme(), *page_of_gpus(), *page_of_the_engine(), *comparison()]
 
 
 def flat(text: str) -> str:
