@@ -8,47 +8,47 @@ also finds a number with a unit of speed that no claim covers. tests/test_claims
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 from sage_fast.tools.harness import full_rate
+from scripts import gpu_seconds
+from scripts.measured import (
+    ATTENTION,
+    BLOCKS,
+    CEILING,
+    DEMO,
+    FULL,
+    ITERATION,
+    NFT,
+    OPERATORS,
+    PLANNED_BURST,
+    REPOSITORY,
+    ROLLOUT,
+    SAMPLES,
+    SIZE,
+    SMALL,
+    STEPS,
+    TILES,
+    TOKENS,
+    UNIT,
+    VIDEO,
+    WIDTH,
+    ZERO3,
+    copy_rate,
+    kernels,
+    limit,
+    result,
+    row,
+    seconds,
+    trained_step,
+)
 
-REPOSITORY = Path(__file__).parent.parent
-RESULTS = REPOSITORY / "benchmarks" / "results"
 README = "README.md"
 GPU = "docs/results/gpu.md"
 COMPARISON = "docs/results/comparison.md"
 ENGINE = "docs/explanation/rollout-engine.md"
-
-ROLLOUT = "2026-11-27-h200-rollout-480p.json"
-ITERATION = "2026-11-27-h200-iteration.json"
-VIDEO = "2026-11-27-h200-video-121.json"
-SMALL = "2026-11-27-h200-rollout.json"
-CEILING = "2026-11-27-h200-ceiling.json"
-ATTENTION = "2026-11-27-h200-attention.json"
-TILES = "2026-11-27-h200-adapter-rows.json"
-OPERATORS = "2026-11-25-h100-operators.json"
-FULL = "2026-11-25-h100-full.json"
-NFT = "2026-11-25-h100-nft.json"
-ZERO3 = "2026-11-25-h100-nft-zero3.json"
-DEMO = "2026-11-29-cpu-2-cores-iteration.json"
-
-SIZE = "480p 81 frames"
-STEPS, SAMPLES = 3, 2
-"""Steps of a sample and samples of the profiled iteration."""
-BLOCKS = 54
-WIDTH = 2048
-TOKENS = 21 * 30 * 52 + 200
-"""Tokens of a video of 480p, 81 frames, and of its prompt."""
-UNIT = 21 * 30 * 52 * WIDTH * 2
-"""Bytes of a block's video tokens, 480p, 81 frames, in bfloat16."""
-PLANNED_BURST = 789e12
-"""FLOP/s that the predictions were written for."""
 
 SPEED = re.compile(r"\d[\d.,]* (?:s|ms|us|%|times|TFLOP/s|GB/s|TB/s)(?![\w/])|\d[\d.]*x(?!\d)")
 """A number with a unit of speed."""
@@ -69,48 +69,6 @@ class Claim:
     page: str
     files: tuple[str, ...]
     words: str
-
-
-@functools.cache
-def result(name: str) -> Any:
-    """Return the content of a file in benchmarks/results."""
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
-def row(name: str, **cells: Any) -> Mapping[str, Any]:
-    """Return the one row of a result of `bench rollout` or `bench` that has these cells."""
-    (found,) = (r for r in result(name)["rows"] if cells.items() <= r.items())
-    return found
-
-
-def limit(name: str, part: str, **cells: Any) -> Mapping[str, Any]:
-    """Return the one row of a part of `bench limits` that has these cells."""
-    (found,) = (r for r in result(name)["limits"][part] if cells.items() <= r.items())
-    return found
-
-
-def seconds(part: str, path: str) -> float:
-    """Return the seconds of a path at 480p, 81 frames: a forward, or a trained step that recomputes
-    everything."""
-    return row(ROLLOUT, size=SIZE, part=part, rounds=3)["seconds"][path]
-
-
-def trained_step() -> float:
-    """Return the seconds of a trained step as shipped: `auto`, in the profiled iteration."""
-    return result(ITERATION)["phases"]["train"]["seconds"] / (SAMPLES * STEPS)
-
-
-def kernels(*beginnings: str) -> tuple[int, float]:
-    """Return calls and GPU seconds of the iteration's kernels whose names begin so."""
-    found = [k for k in result(ITERATION)["kernels"] if k["name"].startswith(beginnings)]
-    assert found, beginnings
-    return sum(k["calls"] for k in found), sum(k["seconds"] for k in found)
-
-
-def copy_rate() -> float:
-    """Return bytes a second of a large copy on the H200."""
-    plain = limit(TILES, "adapter_rows", kind="plain")
-    return plain["bytes"] / plain["seconds"]["copy"]
 
 
 def share_of_copy(passes: float, calls: int, beginning: str) -> str:
@@ -335,6 +293,7 @@ def page_of_gpus() -> Iterator[Claim]:
         ITERATION,
     )
     yield claim(f"a trained step, {trained_step():.2f} s", ITERATION)
+    yield claim(gpu_seconds.words(), ROLLOUT, ITERATION, ATTENTION, CEILING)
 
 
 # -- rollout-engine.md -----------------------------------------------------------------------------

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from scripts import claims
+from scripts import claims, gpu_seconds, measured
 
 
 def test_the_pages_say_what_the_files_say() -> None:
     assert claims.problems() == []
 
 
-@pytest.mark.parametrize("name", [claims.ROLLOUT, claims.ITERATION, claims.SMALL])
+@pytest.mark.parametrize("name", [measured.ROLLOUT, measured.ITERATION, measured.SMALL])
 def test_a_changed_file_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a measurement 5 % slower, some sentence would be wrong."""
 
@@ -28,9 +28,10 @@ def test_a_changed_file_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             return [slower(value) for value in tree]
         return tree
 
-    read = claims.result
+    read = measured.result
     other = slower(read(name))
-    monkeypatch.setattr(claims, "result", lambda asked: other if asked == name else read(asked))
+    for module in (claims, measured):
+        monkeypatch.setattr(module, "result", lambda asked: other if asked == name else read(asked))
     found = claims.problems()
     assert any("does not say" in problem for problem in found)
 
@@ -56,15 +57,26 @@ def test_a_number_that_no_file_gives_is_found(
 
 def test_a_claim_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *_ = claims.claims()
-    elsewhere = dataclasses.replace(first, files=(claims.CEILING,))
+    elsewhere = dataclasses.replace(first, files=(measured.SMALL,))
     monkeypatch.setattr(claims, "claims", lambda: [elsewhere])
-    assert f"{claims.README}: name {claims.CEILING} beside: {first.words}" in claims.problems()
+    assert f"{claims.README}: name {measured.SMALL} beside: {first.words}" in claims.problems()
 
 
 def test_a_trained_step_is_a_sixth_of_the_phase() -> None:
     """By the kernel table: attention's backward ran once in each block of each trained step."""
-    calls, _ = claims.kernels("kernel_cutlass_kernel_flash_attncuteflash_bwd")
-    assert calls == claims.SAMPLES * claims.STEPS * claims.BLOCKS
-    settings = json.loads((claims.RESULTS / claims.ITERATION).read_text())["settings"]
-    assert settings["sampling.steps"] == str(claims.STEPS)
-    assert settings["train.group_size"] == str(claims.SAMPLES)
+    calls, _ = measured.kernels("kernel_cutlass_kernel_flash_attncuteflash_bwd")
+    assert calls == measured.SAMPLES * measured.STEPS * measured.BLOCKS
+    settings = json.loads((measured.RESULTS / measured.ITERATION).read_text())["settings"]
+    assert settings["sampling.steps"] == str(measured.STEPS)
+    assert settings["train.group_size"] == str(measured.SAMPLES)
+
+
+def test_the_figure_is_of_the_files() -> None:
+    """Its classes add up to the phases of the iteration, and the picture is drawn from them."""
+    diffusers, ours, floor = gpu_seconds.bars().values()
+    phases = measured.result(measured.ITERATION)["phases"]
+    steps = sum(phases[name]["seconds"] for name in ("rollout", "anchor", "train")) / 6
+    assert sum(ours.values()) == pytest.approx(20 * steps + phases["decode"]["seconds"] / 2)
+    assert min(*ours.values(), *floor.values()) > 0
+    assert sum(floor.values()) < sum(ours.values()) < sum(diffusers.values())
+    assert gpu_seconds.FILE.read_bytes() == gpu_seconds.drawn(), "run python -m scripts.gpu_seconds"
