@@ -23,6 +23,7 @@ from scripts.measured import (
     ITERATION,
     NFT,
     OPERATORS,
+    PICTURE,
     PLANNED_BURST,
     REPOSITORY,
     ROLLOUT,
@@ -136,6 +137,17 @@ def ratios() -> str:
 def readme() -> Iterator[Claim]:
     def claim(words: str, *files: str) -> Claim:
         return Claim(README, files, words)
+
+    spent = result(PICTURE)["seconds"]
+    installing = sum(value for name, value in spent.items() if name.startswith("install"))
+    running = sum(spent.values()) - installing
+    words = (
+        f"installing took {installing} s and the run {running} s, {spent['training']} s of them its "
+        "training"
+    )
+    yield claim(words, PICTURE)
+    minutes = {2: "two minutes of training"}[round(spent["training"] / 60)]
+    yield claim(f"after {minutes} on two CPU cores")
 
     forward = [f"{seconds('forward', path):.2f} s" for path in COLUMNS]
     full = [f"{seconds('train', path):.2f} s" for path in COLUMNS]

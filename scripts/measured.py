@@ -22,6 +22,7 @@ OPERATORS = "2026-11-25-h100-operators.json"
 FULL = "2026-11-25-h100-full.json"
 NFT = "2026-11-25-h100-nft.json"
 ZERO3 = "2026-11-25-h100-nft-zero3.json"
+PICTURE = "2026-11-29-cpu-demo-picture.json"
 DEMO = "2026-11-29-cpu-2-cores-iteration.json"
 
 SIZE = "480p 81 frames"
