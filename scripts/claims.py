@@ -142,8 +142,8 @@ def readme() -> Iterator[Claim]:
     installing = sum(value for name, value in spent.items() if name.startswith("install"))
     running = sum(spent.values()) - installing
     words = (
-        f"installing took {installing} s and the run {running} s, {spent['training']} s of them its "
-        "training"
+        f"installing took {installing} s and the run {running} s, {spent['training']} s of "
+        "them its training"
     )
     yield claim(words, PICTURE)
     minutes = {2: "two minutes of training"}[round(spent["training"] / 60)]
