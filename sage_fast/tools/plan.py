@@ -44,10 +44,10 @@ MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "traini
 
 
 MEASURED_CPU_FLOPS = {
-    "rollout": 4.977e10,
-    "decode": 1.919e11,
-    "anchor": 5.188e10,
-    "training": 7.016e10,
+    "rollout": 6.250e10,
+    "decode": 2.148e11,
+    "anchor": 6.484e10,
+    "training": 8.197e10,
 }
 """Part -> FLOP/s of two CPU cores (AMD EPYC) with the testbed:
 `2026-11-29-cpu-2-cores-iteration.json` in benchmarks/results."""
