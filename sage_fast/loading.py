@@ -31,7 +31,7 @@ from sage_fast.data.prompts import (
 )
 from sage_fast.models.decoder import ParkedDecoder
 from sage_fast.models.find import find_spec
-from sage_fast.models.interface import Condition, Encoder
+from sage_fast.models.interface import Condition
 from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.models.spec import Spec
@@ -49,7 +49,6 @@ from sage_fast.rewards.objects import name_rewards
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.util.captions import Caption, PromptKey
-from sage_fast.util.environment import free_bytes
 from sage_fast.util.files import fingerprint
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import (
@@ -145,14 +144,13 @@ class Setup:
         spec, sampling = self.model.spec, self.config.sampling
         version = cache_key(spec, self.config.model.dtype, folder, sampling)
         with contextlib.ExitStack() as away:
-
-            def load() -> Encoder:
-                device = self.model.policy.device
-                if device.type != "cpu" and free_bytes(device) < spec.encoder_bytes:
-                    away.enter_context(self.model.off_device())
-                return spec.load_encoder(self.model.policy.dtype, device, sampling)
-
-            found = encode_cached(self.captions, load, folder, version, spec.condition)
+            found = encode_cached(
+                self.captions,
+                lambda: self.model.load_encoder(sampling, away),
+                folder,
+                version,
+                spec.condition,
+            )
         self.embeddings = {}
         for key, made in found.items():
             negative = PromptKey(self.negatives.get(key, ""), key.image)

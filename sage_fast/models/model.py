@@ -14,6 +14,7 @@ from sage_fast.models.interface import Encoder
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import Spec
 from sage_fast.models.streaming import fused_linears
+from sage_fast.util.environment import free_bytes
 from sage_fast.util.parking import off_device
 
 
@@ -60,10 +61,20 @@ class Model:
         with off_device([*policy.networks.values(), self.decoder.vae], device):
             yield
 
-    def load_encoder(self, sampling: SamplingConfig) -> Encoder:
+    def load_encoder(
+        self, sampling: SamplingConfig, away: contextlib.ExitStack | None = None
+    ) -> Encoder:
         """Load the encoders; dropping the returned function releases them.
+
+        Args:
+            away: until it closes, the weights may leave the device for encoders that lack room;
+                None: they stay.
 
         Raises:
             UserError: they are missing or incomplete, or do not match the checkpoint.
         """
-        return self.spec.load_encoder(self.policy.dtype, self.policy.device, sampling)
+        device = self.policy.device
+        is_short = device.type != "cpu" and free_bytes(device) < self.spec.encoder_bytes
+        if away is not None and is_short:
+            away.enter_context(self.off_device())
+        return self.spec.load_encoder(self.policy.dtype, device, sampling)
