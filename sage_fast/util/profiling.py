@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from sage_fast.util.errors import UserError
 
@@ -31,6 +31,9 @@ WAIT = "wait"
 """Phase of waiting for the slowest rank, nested in other phases; only with several ranks."""
 SWITCH = "SAGE_FAST_NVTX"
 """Environment variable that switches NVTX ranges on for any command."""
+
+
+Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 class RangeRow(NamedTuple):
@@ -112,6 +115,20 @@ def annotate(name: str, index: int | None = None) -> AbstractContextManager[Any]
     """Return a context manager for the range `name` or `name index`; a shared null context while
     ranges are off."""
     return _range(name if index is None else f"{name} {index}") if _tools else _OFF
+
+
+def annotate_block(run: Run) -> Run:
+    """Decorate the forward of a block, which has its number in `index`: the range `block k` is
+    around it and around its backward."""
+
+    @functools.wraps(run)
+    def annotated(block: Any, *args: Any, **kwargs: Any) -> Any:
+        with annotate("block", block.index):
+            outputs = run(block, *args, **kwargs)
+        annotate_backward(outputs, "block", block.index)
+        return outputs
+
+    return cast(Run, annotated)
 
 
 def annotate_backward(outputs: Iterable[Tensor | None], name: str, index: int) -> None:

@@ -25,7 +25,7 @@ from sage_fast.models.lora.linear import FeedForward, FusedLinear
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate, recomputed_in_backward
-from sage_fast.util.profiling import annotate, annotate_backward
+from sage_fast.util.profiling import annotate_block
 
 
 class TextToVideoBlock(nn.Module):
@@ -49,6 +49,7 @@ class TextToVideoBlock(nn.Module):
         self.video_ff = _feed_forward(block.ff)
         self.text_ff = _feed_forward(block.ff_context)
 
+    @annotate_block
     def forward(
         self,
         video: Tensor,
@@ -70,23 +71,6 @@ class TextToVideoBlock(nn.Module):
             is_last: whether this is the last block. Nothing reads its text tokens, so it returns
                 None for them.
         """
-        with annotate("block", self.index):
-            outputs = self._run(video, text, modulation, rotary, attention, is_last)
-        annotate_backward(outputs, "block", self.index)
-        return outputs
-
-    omits_last_matmul = forward
-    """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
-
-    def _run(
-        self,
-        video: Tensor,
-        text: Tensor,
-        modulation: Tensor,
-        rotary: Tensor,
-        attention: Attention,
-        is_last: bool,
-    ) -> tuple[Tensor, Tensor | None]:
         batch, _, width = video.shape
         (shift, scale, gate, ff_shift, ff_scale, ff_gate), text_modulation = (
             stream.expand(batch, 6, width).unbind(1) for stream in modulation.unbind(1)
@@ -112,6 +96,9 @@ class TextToVideoBlock(nn.Module):
             text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=self.text_ff.up.pad
         )
         return video, self.text_ff(normed, text, text_ff_gate)
+
+    omits_last_matmul = forward
+    """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
 
     def _attend(
         self, video: Tensor, text: Tensor, rotary: Tensor, attention: Attention
