@@ -32,6 +32,7 @@ from sage_fast.models.lora.linear import padding_for
 from sage_fast.ops._common import LIBRARY
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.tools.operators import bytes_of_call
+from sage_fast.tools.rates import MATMULS as OF_A_PROFILE
 
 TOKENS, TEXT, WIDTH = 21 * 30 * 52, 200, 2048
 """Video and text tokens of a 480p video of 81 frames, and the width of the published transformer.
@@ -57,7 +58,7 @@ MOVE_NOTHING = {
     "empty_like", "new_zeros",
     "new_ones",
 }  # fmt: skip
-MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "linear": (0, 1)}
+MATMULS = OF_A_PROFILE | {"linear": (0, 1)}
 
 
 class Traffic(TorchDispatchMode):

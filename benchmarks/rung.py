@@ -44,6 +44,7 @@ from sage_fast.models.hunyuan15.spec import (
 )
 from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
+from sage_fast.parallel.fit import MEMORY_SHARE
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
@@ -119,8 +120,6 @@ SIZES = {
 `rollout` and `decode`."""
 GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
 CPU_SIZES = ("testbed batch 1", "testbed batch 32")
-USABLE = 0.92
-"""Share of the free memory that `train auto` fills, as in a run."""
 GATE_SPACE = (3, 8, 8)
 """Largest latents (T, H, W) that the decoders' gate compares: a layout that is correct there is
 correct everywhere."""
@@ -321,7 +320,7 @@ class Rung:
             )
             for name in MODES
         }
-        return fastest_that_fits(needed, USABLE * free_bytes(self.device), blocks)
+        return fastest_that_fits(needed, MEMORY_SHARE * free_bytes(self.device), blocks)
 
     def schedule(self, policy: HunyuanVideo15Policy) -> Any:
         return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)

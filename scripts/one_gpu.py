@@ -1,8 +1,6 @@
 """Write the table of docs/how-to/one-gpu.md, by the plan: `python -m scripts.one_gpu` does it;
 tests/test_plan.py fails while it differs."""
 
-from pathlib import Path
-
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.config.shipped import FOLDER
@@ -11,9 +9,11 @@ from sage_fast.models.spec import Spec
 from sage_fast.tools.plan import Plan, iteration_flops, plan_of_run, seconds_on_a_gpu
 from sage_fast.tools.plan_text import duration
 from sage_fast.util.cards import CARDS
+from scripts.reference import FOLDER as REFERENCE
+from scripts.reference import page_with
 
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "one-gpu.md"
-BEGIN = "<!-- table: written by python -m scripts.one_gpu -->\n"
+PAGE = "../how-to/one-gpu.md"
+BEGIN = "<!-- table: written by python -m scripts.one_gpu -->"
 END = "<!-- end of table -->"
 CONFIGURATION = "hunyuanvideo15-24gb"
 FRAMES = (17, 33, 81)
@@ -34,8 +34,7 @@ def row(config: Config, spec: Spec, gigabytes: int, frames: int) -> list[str]:
     """Return the cells of a card and a length."""
     changed = config.replace({"sampling.num_frames": frames})
     planned = plan_of_run(changed, spec, ranks=1, gpu_memory=1e9 * gigabytes)
-    name = planned.card.name.partition(" ")[2]
-    start = [f"{gigabytes} ({name})", str(frames)]
+    start = [f"{gigabytes} ({planned.card.model})", str(frames)]
     if not planned.fits:
         return [*start, f"{planned.together / GIB:.1f} GiB: too much", *["-"] * (len(HEAD) - 3)]
     times = seconds_on_a_gpu(iteration_flops(planned), planned.copies, planned.card)
@@ -67,12 +66,10 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def written(page: str) -> str:
+def written() -> str:
     """Return the page with the table of today."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    return page_with(PAGE, BEGIN, table(), END)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    (REFERENCE / PAGE).write_text(written(), encoding="utf-8")

@@ -157,7 +157,7 @@ def resume_page() -> str:
     checkpoint_rows = [(f"`{name}`", does) for name, does in CHECKPOINT.items()]
     text = _table(("setting", "another value on a resume", "why, or how"), settings_rows)
     text += "\n" + _table(("in a checkpoint", "on a resume"), checkpoint_rows)
-    return _page_with(RESUME_PAGE, RESUME_BEGIN, text, RESUME_END)
+    return page_with(RESUME_PAGE, RESUME_BEGIN, text, RESUME_END)
 
 
 def other_trainers_page() -> str:
@@ -178,7 +178,7 @@ def other_trainers_page() -> str:
         names_of.setdefault(instead, []).append(f"`{name}`")
     no_settings = [(", ".join(names), instead) for instead, names in names_of.items()]
     text += "\n" + _table(("no setting here", "instead"), no_settings)
-    return _page_with(TRAINERS_PAGE, TRAINERS_BEGIN, text, TRAINERS_END)
+    return page_with(TRAINERS_PAGE, TRAINERS_BEGIN, text, TRAINERS_END)
 
 
 def profile_page() -> str:
@@ -188,10 +188,10 @@ def profile_page() -> str:
         name = "  " * row.depth + row.name
         lines.append(f"{name:<24}{row.meaning}".rstrip())
     text = "\n".join(["```", *lines, "```", ""])
-    return _page_with(PROFILE_PAGE, RANGES_BEGIN, text, RANGES_END)
+    return page_with(PROFILE_PAGE, RANGES_BEGIN, text, RANGES_END)
 
 
-def _page_with(name: str, begin: str, text: str, end: str) -> str:
+def page_with(name: str, begin: str, text: str, end: str) -> str:
     """Return a page with `text` in place of what stands between two of its lines."""
     page = (FOLDER / name).read_text(encoding="utf-8")
     before, rest = page.split(begin)

@@ -466,7 +466,7 @@ def test_auto_recomputes_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     config, blocks = rung.transformer.config, len(rung.transformer.transformer_blocks)
     tokens = math.prod(RUNGS["testbed batch 1"].space) + RUNGS["testbed batch 1"].text_tokens
     some, least = (activation_bytes(mode, config, tokens, 4, 16) for mode in ("none", "attention"))
-    free = int((some + least) / 2 / rung_module.USABLE)
+    free = int((some + least) / 2 / rung_module.MEMORY_SHARE)
     monkeypatch.setattr(rung_module, "free_bytes", lambda device: free)
     chosen = rung.checkpointing("train auto")
     assert (chosen.mode, chosen.blocks) == ("attention", blocks)

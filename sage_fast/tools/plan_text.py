@@ -248,7 +248,7 @@ def _column(card: Card) -> str:
     """Return the head of the column of a card's times."""
     if card.flops == MEASURED_CARD.flops:
         return "on H200s"
-    return f"on {card.name.partition(' ')[2]}"
+    return f"on {card.model}"
 
 
 def _how_times_are_found(plan: Plan, reward: float) -> str:

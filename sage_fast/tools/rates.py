@@ -22,13 +22,13 @@ from sage_fast.ops._common import LIBRARY
 from sage_fast.tools.operators import bytes_of_call, registered
 
 MATMULS = {
-    "aten::mm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::addmm_": (1, 2),
-    "aten::bmm": (0, 1),
-    "aten::baddbmm": (1, 2),
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "addmm_": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
 }
-"""Matmul -> positions of its factors. One before them is added to the product."""
+"""Matmul of aten -> positions of its factors. One before them is added to the product."""
 NARROW = 256
 """A matmul with a side below this is bound by memory: an H200 computes 206 FLOPs in the time of a
 byte."""
@@ -109,11 +109,11 @@ def _work_of(event: Any) -> Work | None:
     """Return what a call does; None if it is none of the table."""
     if event.device_type != DeviceType.CPU or not event.input_shapes:
         return None
-    if event.name in MATMULS:
-        return _matmul(event)
+    library, _, operator = event.name.partition("::")
+    if library == "aten" and operator in MATMULS:
+        return _matmul(event, *MATMULS[operator])
     if is_attention(event.name) or is_attention_backward(event.name):
         return _attention(event.name, event.input_shapes)
-    library, _, operator = event.name.partition("::")
     if library == LIBRARY.ns:
         return Work(operator, bytes=_bytes_of(operator, _arguments_of(event)))
     return None
@@ -128,8 +128,8 @@ def _is_within_another(event: Any) -> bool:
     return False
 
 
-def _matmul(event: Any) -> Work:
-    left, right = MATMULS[event.name]
+def _matmul(event: Any, left: int, right: int) -> Work:
+    """Count a matmul whose factors are the arguments `left` and `right`."""
     shapes = event.input_shapes
     *batch, rows, inner = shapes[left]
     columns = shapes[right][-1]

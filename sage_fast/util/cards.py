@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from sage_fast.util.environment import peak_flops, synchronize
+from sage_fast.util.environment import data_sheet_flops, peak_flops, synchronize
 
 COPY_RATE = 20e9
 """Bytes a second from page-locked host memory to a GPU that a plan assumes: two thirds of what PCIe
@@ -26,21 +26,31 @@ class Card:
     Attributes:
         name: as its vendor names it, after an article.
         gigabytes: of its memory, as it is sold.
-        flops: dense bfloat16 peak with float32 sums, by its data sheet.
     """
 
     name: str
     gigabytes: int
-    flops: float
+
+    @property
+    def model(self) -> str:
+        """The name without the article."""
+        return self.name.partition(" ")[2]
+
+    @property
+    def flops(self) -> float:
+        """Dense bfloat16 peak with float32 sums, by its data sheet."""
+        peak = data_sheet_flops(self.model)
+        assert peak is not None, f"{self.model} is not in PEAK_TFLOPS"
+        return peak
 
 
-MEASURED_CARD = Card(name="an H200", gigabytes=141, flops=989e12)
+MEASURED_CARD = Card(name="an H200", gigabytes=141)
 CARDS = (
-    Card(name="an RTX 4080", gigabytes=16, flops=97.5e12),
-    Card(name="an RTX 4090", gigabytes=24, flops=165.2e12),
-    Card(name="an RTX 5090", gigabytes=32, flops=209.5e12),
-    Card(name="an L40S", gigabytes=48, flops=362e12),
-    Card(name="an H100", gigabytes=80, flops=989e12),
+    Card(name="an RTX 4080", gigabytes=16),
+    Card(name="an RTX 4090", gigabytes=24),
+    Card(name="an RTX 5090", gigabytes=32),
+    Card(name="an L40S", gigabytes=48),
+    Card(name="an H100", gigabytes=80),
     MEASURED_CARD,
 )
 """For each usual size of memory, the card that a plan assumes."""
