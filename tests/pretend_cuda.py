@@ -735,12 +735,7 @@ def _is_made_on_device(kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Result of an in-place operator, which is the arguments that it writes to; None for other
     operators."""
-    arguments = itertools.zip_longest(func._schema.arguments, args)
-    written = tuple(
-        kwargs.get(argument.name, value)
-        for argument, value in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    written = _written_arguments(func, args, kwargs)
     assert not (written and torch.Tag.inplace_view in func.tags), (
         f"{func} changes the shape of a tensor in place"
     )
@@ -749,12 +744,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes to in place."""
+    return _tensors(_written_arguments(func, args, kwargs))
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments that an operator writes to, tensors and lists of them."""
     found = []
     for argument, value in itertools.zip_longest(func._schema.arguments, args):
-        alias = None if argument is None else argument.alias_info
+        alias = argument.alias_info
         if alias is not None and alias.is_write:
             found.append(kwargs.get(argument.name, value))
-    return _tensors(found)
+    return tuple(found)
 
 
 def _called_by_autograd() -> bool:

@@ -96,10 +96,10 @@ def _places(module: nn.Module) -> list[_Place]:
     """
     places = []
     joined = set()
-    for part in module.modules():
-        if isinstance(part, FusedLinear) and part.pad:
-            places.append(_Place(holder=part, key="", host=part._buffer))
-            joined |= {id(weight) for weight in part.weights}
+    for linear in _linears_of(module):
+        if linear.pad:
+            places.append(_Place(holder=linear, key="", host=linear._buffer))
+            joined |= {id(weight) for weight in linear.weights}
     for part, key, matrix in _frozen_matrices(module):
         if id(matrix) not in joined:
             places.append(_Place(holder=part, key=key, host=matrix))
@@ -159,8 +159,12 @@ def fused_linears(policy: Policy) -> list[FusedLinear]:
     found = []
     for chain in policy.streamed_units(range(len(policy.block_list()))):
         for unit in chain:
-            found += [part for part in unit.modules() if isinstance(part, FusedLinear)]
+            found += _linears_of(unit)
     return found
+
+
+def _linears_of(module: nn.Module) -> list[FusedLinear]:
+    return [part for part in module.modules() if isinstance(part, FusedLinear)]
 
 
 def block_sizes(policy: Policy, itemsize: int) -> list[BlockSizes]:
@@ -195,13 +199,11 @@ def _planned_size(module: nn.Module, itemsize: int, alignment: int = ALIGNMENT) 
     """Return the bytes of a module's places, as `_size` does once its fused linears are joined."""
     total = 0
     joined = set()
-    for part in module.modules():
-        if not isinstance(part, FusedLinear):
-            continue
-        shape = part.buffer_shape(itemsize)
+    for linear in _linears_of(module):
+        shape = linear.buffer_shape(itemsize)
         if shape is not None:
             total += _aligned(math.prod(shape) * itemsize, alignment)
-            joined |= {id(weight) for weight in part.weights}
+            joined |= {id(weight) for weight in linear.weights}
     for _, _, matrix in _frozen_matrices(module):
         if id(matrix) not in joined:
             total += _aligned(matrix.numel() * itemsize, alignment)
@@ -378,8 +380,7 @@ class BlockStream:
         _move_others(policy, modules, device)
         policy.refresh()  # joins adapters and their matrices, in host memory
 
-        self._chains = [_Chain(self, chain) for chain in chains]
-        units = [unit for chain in self._chains for unit in chain.units]
+        units = [unit for chain in chains for unit in _Chain(self, chain).units]
         self.host_bytes = _pack_into_host_memory(units, pinned=device.type == "cuda")
         size = max(_size(unit.places) for unit in units)
         self.slots = [_Slot(size, device) for _ in range(SLOTS)]
@@ -389,10 +390,9 @@ class BlockStream:
                 slot.bytes.record_stream(self._copies)
         self.sizes = stream_sizes(blocks, count)
         for module in modules:
-            for part in module.modules():
-                if isinstance(part, FusedLinear):
-                    part.before_write = self.forget
-                    part.is_streamed = True
+            for linear in _linears_of(module):
+                linear.before_write = self.forget
+                linear.is_streamed = True
 
     def slot_of(self, unit: _Unit) -> _Slot:
         """Return the slot that holds a unit which is running."""

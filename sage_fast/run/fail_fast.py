@@ -204,9 +204,8 @@ def _watch(store: dist.Store, over: threading.Event, dump: HangDump) -> None:
                 why = store.get(KEY).decode()
                 store.set(f"{ANSWERED}/{rank()}", "")
                 _write(dump, why)
-                over.wait(
-                    2 * exit_grace()
-                )  # a launcher takes the rank that ends first for the cause
+                # a launcher takes the rank that ends first for the cause
+                over.wait(2 * exit_grace())
                 _end(why)
             if store.check([REFUSED]):
                 why = store.get(REFUSED).decode()

@@ -135,7 +135,7 @@ class FusedLinear(nn.Module):
             self._seen = seen
             return
         if not is_joined:
-            self._join(bases, adapters)
+            self._join(bases)
         self.before_write()
         height, width = (size - self.pad for size in self._buffer.shape)
         row, column = 0, 0
@@ -200,11 +200,13 @@ class FusedLinear(nn.Module):
             for part, base in zip(parts, bases)
         )
 
-    def _join(self, bases: list[Any], adapters: list[_Adapter | None]) -> None:
+    def _join(self, bases: list[Any]) -> None:
         like, width = bases[0].weight, bases[0].in_features
-        self.pad = padding_for(sum(len(a.down) for a in adapters if a is not None), like.itemsize)
+        shape = self.buffer_shape(like.itemsize)
+        assert shape is not None, "there is an adapter"
+        self.pad = shape[1] - width
         rows = [base.out_features for base in bases]
-        self._buffer = like.new_zeros(sum(rows) + self.pad, width + self.pad)
+        self._buffer = like.new_zeros(shape)
         # a matrix may be in host memory, and never a bias
         devices = [base.bias.device for base in bases if base.bias is not None]
         device = devices[0] if devices else like.device
