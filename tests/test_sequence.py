@@ -1,6 +1,7 @@
 """Samples that ranks share (`model.sequence_parallel`), on gloo: the values and gradients of one
 process, the same iterations, and what does not fit is said before a model is loaded."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -79,30 +80,52 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
-def run(
-    model: Model, x: Tensor, upstream: Tensor, conditions: Any
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Velocity and gradients."""
+@dataclasses.dataclass
+class Sent:
+    """What a rank has sent in all-to-alls."""
+
+    calls: int = 0
+    bytes: float = 0.0
+
+    def count(self, exchange: Any) -> Any:
+        """Return `exchange`, counted."""
+
+        def counted(
+            output: Tensor, input: Tensor, *arguments: Any, group: Any = None, **options: Any
+        ) -> Any:
+            size = dist.get_world_size(group)
+            self.calls += 1
+            self.bytes += input.numel() * input.element_size() * (size - 1) / size
+            return exchange(output, input, *arguments, group=group, **options)
+
+        return counted
+
+
+@dataclasses.dataclass
+class Result:
+    """Velocity and gradients, and the all-to-alls of the forward and of the backward."""
+
+    velocity: Tensor
+    gradients: dict[str, Tensor | None]
+    ahead: int
+    behind: int
+
+
+def run(model: Model, x: Tensor, upstream: Tensor, conditions: Any, sent: Sent) -> Result:
     parameters = model.policy.parameters()
     sigma, text, negative = conditions
+    before = sent.calls
     v = model.policy.guided_velocity(x, model.policy.condition(sigma, text, negative))
+    ahead = sent.calls - before
     gradients = torch.autograd.grad(v, list(parameters.values()), upstream, allow_unused=True)
-    return v.detach(), dict(zip(parameters, gradients))
+    behind = sent.calls - before - ahead
+    return Result(v.detach(), dict(zip(parameters, gradients)), ahead, behind)
 
 
 def forwards(folder: Path) -> None:
     """What a rank of four computes and sends."""
-    rows, sent, exchange = {}, 0.0, dist.all_to_all_single
-
-    def counting(
-        output: Tensor, input: Tensor, *arguments: Any, group: Any = None, **options: Any
-    ) -> Any:
-        nonlocal sent
-        size = dist.get_world_size(group)
-        sent += input.numel() * input.element_size() * (size - 1) / size
-        return exchange(output, input, *arguments, group=group, **options)
-
-    dist.all_to_all_single = counting
+    rows, sent, exchange = {}, Sent(), dist.all_to_all_single
+    dist.all_to_all_single = sent.count(exchange)
     for size, (tuning, guidance, prompts, latents) in FORWARDS:
         join_sequence_group(size)
         torch.manual_seed(5)
@@ -117,42 +140,88 @@ def forwards(folder: Path) -> None:
         x = torch.randn(2, 32, *latents)
         upstream = torch.randn_like(x)
         conditions = (torch.rand(2), text, negative if guidance != 1 else None)
-        expected, exact = run(model, x, upstream, conditions)
+        alone = run(model, x, upstream, conditions, sent)
         group = sequence_group()
         assert group is not None
         model.policy.sequence = SequenceParallel(group, torch.device("cpu"))
-        results = {}
+        results: dict[str, Result] = {}
+        bytes_sent: dict[str, float] = {}
         every_mode = size == 2 and prompts == "two prompts"  # which has a second pass
         # "attention" keeps what the ranks exchanged
         for mode in MODES if every_mode else ("none", "attention"):
             set_checkpointing(model.policy.transformer, mode)
-            sent = 0.0
-            results[mode] = *run(model, x, upstream, conditions), sent
-        v, local, bytes_sent = results["none"]
+            sent.bytes = 0.0
+            results[mode] = run(model, x, upstream, conditions, sent)
+            bytes_sent.setdefault("a forward and a backward", sent.bytes)
+        shared = results["none"]
         worst = {}
-        for name, gradient in local.items():
-            if exact[name] is None:
+        for name, gradient in shared.gradients.items():
+            exact = alone.gradients[name]
+            if exact is None:
                 assert gradient is None or not gradient.any(), name
                 continue
-            total = (
-                all_reduce(torch.zeros_like(exact[name]) if gradient is None else gradient.clone())
-                / 4
-            )
-            worst[name] = (relative(total, exact[name]), float(exact[name].norm()))
+            total = all_reduce(torch.zeros_like(exact) if gradient is None else gradient.clone())
+            worst[name] = (relative(total / 4, exact), float(exact.norm()))
         same = all(
-            torch.equal(v, other)
-            and all(a is b or torch.equal(a, b) for a, b in zip(local.values(), found.values()))
-            for other, found, _ in results.values()
+            torch.equal(shared.velocity, other.velocity)
+            and all(
+                a is b or torch.equal(a, b)
+                for a, b in zip(shared.gradients.values(), other.gradients.values())
+            )
+            for other in results.values()
         )
         rows[f"{size} {tuning} {guidance:g} {prompts} {latents}"] = {
-            "value": relative(v, expected),
+            "value": relative(shared.velocity, alone.velocity),
             "gradients": {name: error for name, (error, norm) in worst.items() if norm > 1e-4},
             "count": len(worst),
             "checkpointing": same,
-            "sent": bytes_sent,
+            "sent": bytes_sent["a forward and a backward"],
+            "calls": {mode: (found.ahead, found.behind) for mode, found in results.items()},
+            "forwards": 1 if guidance == 1 else 2,
         }
     dist.all_to_all_single = exchange
     (folder / f"rank{rank()}.json").write_text(json.dumps(rows))
+
+
+STREAMS = ((8,), (5, 3), (7, 1), (1, 9), (6, 4, 2))
+"""Tokens of the streams that are exchanged: that four ranks divide and that they do not, fewer than
+ranks, and one stream alone, as in self-attention beside cross-attention."""
+
+
+def exchanges(folder: Path) -> None:
+    """What a rank of four gets by an exchange and its undoing, and their gradients."""
+    join_sequence_group(4)
+    group = sequence_group()
+    assert group is not None
+    sequence = SequenceParallel(group, torch.device("cpu"))
+    torch.manual_seed(3)
+    number = rank()
+    found = {}
+    for counts in STREAMS:
+        exchange = sequence.token_exchange(*counts)
+        whole = [torch.randn(2, count, 3, 8, 4) for count in counts]
+        upstream = [torch.randn_like(stream) for stream in whole]
+        own = [sequence.part(stream).requires_grad_() for stream in whole]
+        heads = slice(2 * number, 2 * number + 2)
+        expected, of_heads = (torch.cat(t, dim=1)[..., heads, :] for t in (whole, upstream))
+
+        joint = exchange.to_heads(*own)
+        parts = torch.autograd.grad(joint, own, of_heads)
+        leaf = expected.clone().requires_grad_()
+        back = exchange.to_tokens(leaf)
+        of_parts = [sequence.part(stream) for stream in upstream]
+        # A gradient in the padding has no effect.
+        noise = [torch.randn_like(part) for part in of_parts]
+        ones = [sequence.part(torch.ones_like(stream)) for stream in whole]
+        of_back = torch.cat([g + n * (1 - m) for g, n, m in zip(of_parts, noise, ones)], dim=1)
+        (of_leaf,) = torch.autograd.grad(back, leaf, of_back)
+        found[str(counts)] = [
+            torch.equal(joint, expected),
+            all(torch.equal(part, given) for part, given in zip(parts, of_parts)),
+            torch.equal(back, torch.cat([part.detach() for part in own], dim=1)),
+            torch.equal(of_leaf, of_heads),
+        ]
+    (folder / f"exchanges{number}.json").write_text(json.dumps(found))
 
 
 class FailsOnRankOne:
@@ -165,6 +234,7 @@ class FailsOnRankOne:
 def all_of_it(folder: Path) -> None:
     """What a rank of four does."""
     initialize()
+    exchanges(folder)
     forwards(folder)
     for size in TRAINED:
         rows, weights = train(folder / "embeddings", size)
@@ -271,6 +341,27 @@ def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None
             # Forward and backward of two samples in float32: 80 video and 7 text tokens.
             layers, one = 3, exchange_bytes(87, size, width=64, bytes_per_value=4)
             assert rows[f"{size} lora 1 one length (5, 4, 4)"]["sent"] == 2 * 2 * layers * one
+
+
+def test_a_block_makes_two_exchanges_forward_and_two_backward(four_ranks: Path) -> None:
+    """Queries, keys and values cross together, and the outputs; a recomputation sends both
+    again."""
+    layers = 3
+    for number in range(4):
+        rows = json.loads((four_ranks / f"rank{number}.json").read_text())
+        assert any(row["calls"].keys() == set(MODES) for row in rows.values())
+        for case, row in rows.items():
+            once = 2 * layers * row["forwards"]
+            for mode, calls in row["calls"].items():
+                assert calls == [once, once if mode == "none" else 2 * once], (case, mode)
+
+
+def test_an_exchange_and_its_undoing(four_ranks: Path) -> None:
+    """All tokens of a rank's heads in the order of one process, without padding; undone, the rank's
+    parts with zero padding; and gradients likewise."""
+    for number in range(4):
+        found = json.loads((four_ranks / f"exchanges{number}.json").read_text())
+        assert found == {str(counts): [True] * 4 for counts in STREAMS}
 
 
 @pytest.fixture(scope="module")

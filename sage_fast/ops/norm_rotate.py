@@ -27,7 +27,7 @@ from sage_fast.ops._dispatch import register
 
 def norm_rotate(
     joint: Tensor,
-    text: Tensor,
+    text: Tensor | None,
     video_query: Tensor,
     text_query: Tensor,
     video_key: Tensor,
@@ -40,7 +40,7 @@ def norm_rotate(
     Args:
         joint: `[B, N + L, 3, H, D]` queries, keys and values of N video tokens, float32, bfloat16
             or float16; D even. `text` overwrites the last L rows of each sample.
-        text: `[B, L, 3, H, D]`, in the dtype of joint.
+        text: `[B, L, 3, H, D]`, in the dtype of joint; None if joint already holds it.
         video_query, text_query, video_key, text_key: `[D]` weights of the norms, float32 or the
             dtype of joint.
         rotary: float32 `[N, D / 2, 2]`, (cos, sin) of each pair of channels.
@@ -59,7 +59,10 @@ def norm_rotate(
         )
     batch, tokens, _, heads, width = joint.shape
     shape = (batch, tokens - len(rotary), 3, heads, width)
-    if text.shape != shape or text.dtype != joint.dtype:
+    if text is None:
+        if tokens < len(rotary):
+            raise ValueError(f"rotary: expected at most {tokens} rows, got {len(rotary)}")
+    elif text.shape != shape or text.dtype != joint.dtype:
         raise ValueError(
             f"text: expected {joint.dtype} {list(shape)}, got {text.dtype} {list(text.shape)}"
         )
@@ -78,7 +81,7 @@ def norm_rotate(
             f"{list(rotary.shape)}"
         )
     for name, tensor in {"text": text, **weights, "rotary": rotary}.items():
-        if tensor.device != joint.device:
+        if tensor is not None and tensor.device != joint.device:
             raise ValueError(f"{name}: is on {tensor.device}, joint is on {joint.device}")
     return _JointNormRotate.apply(
         joint, text, video_query, text_query, video_key, text_key, rotary, eps
@@ -89,11 +92,15 @@ class _JointNormRotate(torch.autograd.Function):
     """`norm_rotate` as an autograd function: an operator may not return a view of its argument."""
 
     @staticmethod
-    def forward(ctx: Any, joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, joint: Tensor, text: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, ctx.eps = rest
         ctx.unpacked = None
+        ctx.writes_text = text is not None
         joint = joint.detach()  # hide the write below from autograd
-        joint[:, joint.shape[1] - text.shape[1] :] = text
+        if text is not None:
+            joint[:, joint.shape[1] - text.shape[1] :] = text
         ctx.save_for_backward(joint, *tensors)
         query, key = torch.ops.sage_fast.norm_rotate(joint, *rest)
         return query, key, joint[:, :, 2]
@@ -107,9 +114,11 @@ class _JointNormRotate(torch.autograd.Function):
         d_joint, d_weights = torch.ops.sage_fast.norm_rotate_backward(
             *grads, *saved, ctx.eps, weights
         )
-        text_rows = d_joint[:, len(saved[-1]) :]
-        d_text = text_rows.clone()
-        text_rows.zero_()  # the text replaced what the video projection wrote there
+        d_text = None
+        if ctx.writes_text:
+            text_rows = d_joint[:, len(saved[-1]) :]
+            d_text = text_rows.clone()
+            text_rows.zero_()  # the text replaced what the video projection wrote there
         weight_grads = (
             [row.to(w.dtype) for row, w in zip(d_weights, saved[1:5])] if weights else [None] * 4
         )

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_fast.models.attention.sequence import _Exchange
+from sage_fast.models.attention import sequence
 from sage_fast.models.lora import linear
 from sage_fast.ops import norm_modulate, norm_rotate
 from sage_fast.ops._common import LIBRARY
@@ -193,17 +193,15 @@ def test_the_first_derivative_is_that_of_every_way_to_ask(name: str) -> None:
 
 
 def test_every_autograd_function_around_operators_is_of_first_order() -> None:
-    """Those of the operators and of the fused layers; the exchange of tokens is its own
-    derivative."""
-    modules = (norm_modulate, norm_rotate, linear)
+    """Those of the operators, of the fused layers, and of the exchange of tokens."""
+    modules = (norm_modulate, norm_rotate, linear, sequence)
     functions = [
         value
         for module in modules
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, torch.autograd.Function)
     ]
-    assert len(functions) == 5
+    assert len(functions) == 7
     for function in functions:
         with pytest.raises(NotImplementedError, match="has no second derivative"):
             function.backward(None)
-    assert "apply" in _Exchange.backward.__code__.co_names

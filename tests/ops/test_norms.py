@@ -159,6 +159,26 @@ def test_the_reference_is_that_of_diffusers() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_text_that_the_joint_tensor_already_holds() -> None:
+    """The same bits as for text that is written there, and the gradient of its rows stays in
+    them."""
+    joint, text, *weights, rotary, eps = inputs("norm_rotate", (2, 5, 3, 4, 16), (FP32,))
+    whole = torch.cat([joint[:, :5], text], dim=1)
+    leaves = [t.requires_grad_() for t in (joint, text, whole, *weights)]
+    written = norm_rotate(joint * 1, text, *weights, rotary, eps)
+    held = norm_rotate(whole * 1, None, *weights, rotary, eps)
+    upstream = [torch.randn_like(t) for t in written]
+    ours, theirs = (
+        torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+        for outputs in (held, written)
+    )
+    for mine, given in zip(held, written):
+        assert torch.equal(mine, given)
+    assert torch.equal(ours[2], torch.cat([theirs[0][:, :5], theirs[1]], dim=1))
+    for mine, given in zip(ours[3:], theirs[3:]):
+        assert torch.equal(mine, given)
+
+
 def test_with_and_without_autograd_and_frozen_parts() -> None:
     """Rollout and training give the same bits; the backward skips the sums for frozen parts."""
     x, y = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
@@ -289,3 +309,5 @@ def test_bad_inputs() -> None:
         norm_rotate(joint, text, *weights[:3], weights[3][:7], rotary)
     with pytest.raises(ValueError, match="even D"):
         norm_rotate(joint[..., :7], text[..., :7], *(w[:7] for w in weights), rotary)
+    with pytest.raises(ValueError, match="rotary: expected at most 2 rows, got 3"):
+        norm_rotate(joint[:, :2], None, *weights, rotary)

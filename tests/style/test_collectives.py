@@ -62,7 +62,7 @@ REASONS = {
     "models/attention/choose.py _fastest": SETTINGS,
     # ranks of a group have the same samples
     "models/attention/sequence.py SequenceParallel.whole": PADDED,
-    "models/attention/sequence.py _Exchange.forward": PADDED,
+    "models/attention/sequence.py _all_to_all": PADDED,
     "models/policy.py UnshardedStates.pad_to_largest": PADDED,
     "parallel/fit.py choose_checkpointing": ALWAYS,
     "parallel/fit.py choose_placement": SETTINGS,

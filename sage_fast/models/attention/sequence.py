@@ -2,12 +2,16 @@
 tokens.
 
 Everything in a block except attention works token by token, so a rank runs it on its part of the
-video tokens and its part of the text tokens. For attention, the ranks exchange tokens for heads:
-every rank attends over all tokens for its share of the heads, with the kernel chosen for the run,
-and the exchange is undone. The parts are equal, so a stream whose length the ranks do not divide is
-padded. Attention ignores token order, so the padding is cut out before the kernel and put back
-after it. This needs no mask, which faster kernels do not accept, and no rank has to process all the
-text on top of its part of the video.
+tokens of each stream, such as the video and the text. For attention, the ranks exchange tokens for
+heads: every rank attends over all tokens for its share of the heads, with the kernel chosen for the
+run, and the exchange is undone. Queries, keys and values cross as one tensor, so a block makes two
+exchanges forward and two backward. The norms of queries and keys and their rotation may stand after
+the exchange, since they treat every head alike.
+
+The parts are equal, so a stream whose length the ranks do not divide is padded after its last
+token. The padding crosses too, and is left out where the tokens of all ranks are joined. So
+attention needs no mask, which faster kernels do not accept, and no rank has to process all the text
+on top of its part of the video.
 
 Latents, text and velocities are whole on every rank. Each rank of a group computes the loss of the
 same samples, and the backward sums the gradients of all ranks' losses with respect to its tokens.
@@ -17,7 +21,6 @@ losses. An engine that averages over all ranks therefore needs no knowledge of g
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +31,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from sage_fast.models.attention.backends import Attention
+from sage_fast.ops._derivatives import first_order
 
 
 class SequenceParallel:
-    """Splits tokens over a group of ranks, joins them again, and wraps attention accordingly.
+    """Splits tokens over a group of ranks, joins them again, and exchanges them for heads.
 
     Args:
         group: the ranks that share samples.
@@ -62,91 +65,152 @@ class SequenceParallel:
         )
         return gathered[:, :count]
 
-    def attention(self, kernel: Attention, video: int, text: int) -> Attention:
-        """Wrap `kernel` to attend over the tokens of all ranks, given this rank's queries, keys and
-        values.
+    def token_exchange(self, *counts: int) -> TokenExchange:
+        """Return the exchange of tokens for heads, for streams of `counts` tokens that attend to
+        one another."""
+        return TokenExchange(self._group, counts)
+
+
+class TokenExchange:
+    """Exchanges a rank's part of the tokens, with all heads, for all tokens with a share of the
+    heads, and back.
+
+    Args:
+        group: the ranks that share samples; their number divides that of the heads.
+        counts: the tokens of each stream in a sample.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, counts: Sequence[int]) -> None:
+        self._group = group
+        self._counts = tuple(counts)
+
+    def to_heads(self, *parts: Tensor) -> Tensor:
+        """Return all tokens of all streams for this rank's share of the heads.
 
         Args:
-            kernel: attention over whole sequences.
-            video, text: video and text tokens of a sample.
+            parts: this rank's part of each stream, as `SequenceParallel.part` cuts it: `[B,
+                ceil(N / size), ..., H, D]`.
 
         Returns:
-            (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens) -> `[B, S,
-            H, D]`.
+            `[B, S, ..., H / size, D]`, the streams one after the other, without padding.
         """
-        segments = self._segments(video, text)
+        heads: Tensor = _ToHeads.apply(self._group, self._counts, *parts)
+        return heads
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            query = _Exchange.apply(query, self._group, 2, 1)
-            key = _Exchange.apply(key, self._group, 2, 1)
-            value = _Exchange.apply(value, self._group, 2, 1)
-            out = _without_padding(query, key, value, kernel, segments)
-            return _Exchange.apply(out, self._group, 1, 2)
+    def to_tokens(self, heads: Tensor) -> Tensor:
+        """Undo `to_heads`.
 
-        return attend
+        Args:
+            heads: `[B, S, ..., H / size, D]`, of all tokens.
 
-    def _share(self, count: int, rank: int) -> int:
-        """Return how many of `count` tokens a rank has, without padding."""
-        share = -(-count // self.size)
-        return min(max(count - rank * share, 0), share)
-
-    def _segments(self, video: int, text: int) -> list[int]:
-        """Return the lengths of the alternating segments of tokens and padding in the joined parts
-        of all ranks."""
-        lengths = []
-        for rank in range(self.size):
-            for count in (video, text):
-                real = self._share(count, rank)
-                lengths += [("token", real), ("padding", -(-count // self.size) - real)]
-        present = [(kind, length) for kind, length in lengths if length]
-        return [
-            sum(length for _, length in segment)
-            for _, segment in itertools.groupby(present, key=lambda pair: pair[0])
-        ]
+        Returns:
+            This rank's parts, one after the other, with all heads. The padding is zero.
+        """
+        tokens: Tensor = _ToTokens.apply(self._group, self._counts, heads)
+        return tokens
 
 
-class _Exchange(torch.autograd.Function):
-    """Cut a tensor along one dimension into a part for each rank, and join the parts from all ranks
-    along another."""
+class _ToHeads(torch.autograd.Function):
+    """`TokenExchange.to_heads`."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, joined: int
+        ctx: Any, group: dist.ProcessGroup, counts: Sequence[int], *parts: Tensor
     ) -> Tensor:
         ctx.group = group
-        ctx.cut = cut
-        ctx.joined = joined
-        sent = torch.stack(tensor.chunk(dist.get_world_size(group), cut))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(), joined)
+        ctx.counts = counts
+        return _receive_tokens(parts, counts, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(grad, ctx.group, ctx.joined, ctx.cut), None, None, None
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        received = _receive_heads(grad, ctx.counts, ctx.group)
+        shares = _shares(ctx.counts, len(received))
+        return None, None, *(_with_all_heads(part) for part in received.split(shares, dim=2))
 
 
-def _without_padding(
-    query: Tensor, key: Tensor, value: Tensor, kernel: Attention, segments: Sequence[int]
+class _ToTokens(torch.autograd.Function):
+    """`TokenExchange.to_tokens`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, counts: Sequence[int], heads: Tensor
+    ) -> Tensor:
+        ctx.group = group
+        ctx.counts = counts
+        return _with_all_heads(_receive_heads(heads, counts, group))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        shares = _shares(ctx.counts, dist.get_world_size(ctx.group))
+        return None, None, _receive_tokens(grad.split(shares, dim=1), ctx.counts, ctx.group)
+
+
+def _shares(counts: Sequence[int], size: int) -> list[int]:
+    """Return how many tokens of each stream a rank has, with padding."""
+    return [-(-count // size) for count in counts]
+
+
+def _receive_tokens(
+    parts: Sequence[Tensor], counts: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Run `kernel` on `[B, S, H, D]` without the padding; outputs are zero where it was.
+    """Send every rank its heads; return all tokens of this rank's heads, without padding."""
+    size = dist.get_world_size(group)
+    batch, _, *middle, heads, width = parts[0].shape
+    shares = _shares(counts, size)
+    shape = (*middle, heads // size, width)
+    sent = parts[0].new_empty(size, batch, sum(shares), *shape)
+    for rows, part in zip(sent.split(shares, dim=2), parts, strict=True):
+        rows.copy_(part.unflatten(-2, (size, -1)).movedim(-3, 0))
+    received = _all_to_all(sent, group)
 
-    Args:
-        kernel: attention over whole sequences.
-        segments: lengths of the alternating segments of tokens and padding.
-    """
-    if len(segments) == 1:
-        return kernel(query, key, value)
-    query = _joined(query.split(segments, dim=1)[::2])
-    key = _joined(key.split(segments, dim=1)[::2])
-    value = _joined(value.split(segments, dim=1)[::2])
-    out = kernel(query, key, value)
-
-    parts = list(out.split(segments[::2], dim=1))
-    for i, length in enumerate(segments[1::2]):
-        parts.insert(2 * i + 1, out.new_zeros(len(out), length, *out.shape[2:]))
-    return torch.cat(parts, dim=1)
+    tokens = sent.new_empty(batch, sum(counts), *shape)
+    streams = tokens.split(list(counts), dim=1)
+    for stream, rows in zip(streams, received.split(shares, dim=2), strict=True):
+        whole, part, rest = _by_rank(stream, rows.shape[2])
+        whole.copy_(rows[: len(whole)])
+        if rest:
+            part.copy_(rows[len(whole), :, :rest])
+    return tokens
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+def _receive_heads(heads: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Send every rank its tokens, and zeros for padding; return this rank's tokens, `[size, B, S,
+    ..., H / size, D]` by the rank that had the heads."""
+    size = dist.get_world_size(group)
+    shares = _shares(counts, size)
+    sent = heads.new_empty(size, len(heads), sum(shares), *heads.shape[2:])
+    streams = heads.split(list(counts), dim=1)
+    for stream, rows in zip(streams, sent.split(shares, dim=2), strict=True):
+        whole, part, rest = _by_rank(stream, rows.shape[2])
+        full = len(whole)
+        rows[:full] = whole
+        if rest:
+            rows[full, :, :rest] = part
+            rows[full, :, rest:] = 0
+            full += 1
+        if full < size:
+            rows[full:] = 0
+    return _all_to_all(sent, group)
+
+
+def _by_rank(stream: Tensor, share: int) -> tuple[Tensor, Tensor, int]:
+    """View `[B, N, ...]` as the parts of ranks: `[ranks, B, share, ...]` of those without padding,
+    the shorter part of the next one, `[B, rest, ...]`, and its length."""
+    ranks, rest = divmod(stream.shape[1], share)
+    tokens = ranks * share
+    whole = stream[:, :tokens].unflatten(1, (ranks, share)).transpose(0, 1)
+    return whole, stream[:, tokens:], rest
+
+
+def _with_all_heads(received: Tensor) -> Tensor:
+    """Join the heads of all ranks: `[size, B, S, ..., H / size, D]` -> `[B, S, ..., H, D]`."""
+    return received.movedim(0, -3).flatten(-3, -2)
+
+
+def _all_to_all(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send `sent[r]` to rank r; return what each rank sent here, in the same shape."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import Attention
+from sage_fast.models.attention.sequence import TokenExchange
 from sage_fast.models.checkpointing import is_checkpointed
 from sage_fast.models.lora.linear import FeedForward, FusedLinear
 from sage_fast.ops.gated_norm import gated_norm
@@ -58,18 +59,21 @@ class TextToVideoBlock(nn.Module):
         rotary: Tensor,
         attention: Attention,
         is_last: bool,
+        exchange: TokenExchange | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one block; return the video and text tokens.
 
         Args:
-            video: `[B, N, d]` video tokens.
-            text: `[B, L, d]` text tokens.
+            video: `[B, N, d]` video tokens; where ranks share samples, those of this rank.
+            text: `[B, L, d]` text tokens, likewise.
             modulation: `[1 or B, 2, 6, d]`, for video and text: shift, scale and gate of attention,
                 then of the feed-forward.
-            rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
+            rotary: float32 `[all N, head_dim / 2, 2]`, (cos, sin) of the video tokens of all ranks.
             attention: the attention kernel.
             is_last: whether this is the last block. Nothing reads its text tokens, so it returns
                 None for them.
+            exchange: exchange of tokens for heads among ranks that share samples; None if they do
+                not.
         """
         batch, _, width = video.shape
         (shift, scale, gate, ff_shift, ff_scale, ff_gate), text_modulation = (
@@ -79,11 +83,14 @@ class TextToVideoBlock(nn.Module):
             text_modulation
         )
 
+        # The exchange joins the streams; without it, the text is written after the video tokens.
+        pad_rows = text.shape[1] if exchange is None else 0
         video, video_in = residual_norm(
-            video, scale, shift, pad=self.video_qkv.pad, pad_rows=text.shape[1]
+            video, scale, shift, pad=self.video_qkv.pad, pad_rows=pad_rows
         )
         text, text_in = residual_norm(text, text_scale, text_shift, pad=self.text_qkv.pad)
-        video_out, text_out = self._attend(video_in, text_in, rotary, attention)
+        out = self._attend(video_in, text_in, rotary, attention, exchange)
+        video_out, text_out = out.split([video.shape[1], text.shape[1]], dim=1)
         video_out = self.video_out.unpadded(video_out)
         video, normed = gated_norm(
             video, video_out, gate, ff_scale, ff_shift, pad=self.video_ff.up.pad
@@ -101,18 +108,24 @@ class TextToVideoBlock(nn.Module):
     """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
 
     def _attend(
-        self, video: Tensor, text: Tensor, rotary: Tensor, attention: Attention
-    ) -> tuple[Tensor, Tensor]:
-        """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output
+        self,
+        video: Tensor,
+        text: Tensor,
+        rotary: Tensor,
+        attention: Attention,
+        exchange: TokenExchange | None,
+    ) -> Tensor:
+        """Attend among video and text tokens; return `[B, N + L, d]`, before the output
         projections.
 
-        `video` has L padding rows after its N tokens, for the text.
+        Without an exchange, `video` has L padding rows after its N tokens, for the text.
         """
         attn = self.attn
-        joint, text_heads = (
-            qkv(x).unflatten(2, (3, attn.heads, -1))
-            for qkv, x in ((self.video_qkv, video), (self.text_qkv, text))
-        )
+        joint = self.video_qkv(video).unflatten(2, (3, attn.heads, -1))
+        text_heads = self.text_qkv(text).unflatten(2, (3, attn.heads, -1))
+        if exchange is not None:
+            joint = exchange.to_heads(joint, text_heads)
+            text_heads = None
         queries, keys = (
             (attn.norm_q.weight, attn.norm_added_q.weight),
             (attn.norm_k.weight, attn.norm_added_k.weight),
@@ -121,9 +134,10 @@ class TextToVideoBlock(nn.Module):
         # A checkpoint keeps neither of them anyway.
         recomputed = recomputed_in_backward(query, key)
         with contextlib.nullcontext() if is_checkpointed() else recomputed:
-            out = attention(query, key, value).flatten(2)
-        video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
-        return video_out, text_out
+            out = attention(query, key, value)
+        if exchange is not None:
+            out = exchange.to_tokens(out)
+        return out.flatten(2)
 
 
 def _feed_forward(ff: Any) -> FeedForward:

@@ -100,17 +100,15 @@ class TextToVideoForward(nn.Module):
         hidden = self._embed(x, conditioning.frame)
         context = conditioning.context.expand(batch, -1, -1)
         tokens = hidden.shape[1]
+        exchange = None
         if sequence is not None:
-            attention = sequence.attention(attention, tokens, context.shape[1])
-            hidden, context, rotary = (
-                sequence.part(hidden),
-                sequence.part(context),
-                sequence.part(rotary[None])[0],
-            )
+            exchange = sequence.token_exchange(tokens, context.shape[1])
+            hidden = sequence.part(hidden)
+            context = sequence.part(context)
         for layer, block in enumerate(self.blocks):
             modulation = conditioning.modulation[:, layer]
             is_last = layer == len(self.blocks) - 1
-            arguments = (hidden, context, modulation, rotary, attention, is_last)
+            arguments = (hidden, context, modulation, rotary, attention, is_last, exchange)
             if model.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, context = model._gradient_checkpointing_func(block, *arguments)
             else:
