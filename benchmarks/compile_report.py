@@ -37,6 +37,8 @@ SHARED_BYTES = {
 ARCHITECTURES = (*SHARED_BYTES,)
 NORM_SIZES = "d 2048, 16 heads of 128"
 """Sizes of the published transformer."""
+HEADS_TOGETHER = (12, 24, 40)
+"""Heads of 128 that published transformers of 1.3, 5 and 14 B parameters normalise together."""
 TOKENS = 32_960
 """Video and text tokens of a 480p video of 81 frames."""
 RANKS = (16, 32, 64, 128, 256)
@@ -70,6 +72,8 @@ class Specialisation:
         gelu: whether rows beside an adapter's product go through GELU.
         rank: rows of an adapter's A.
         pad: columns on the right of each row of a normalisation's result and its gradient.
+        heads: heads of 128 of RMSNorm and rotation.
+        all_heads: whether all heads of a token are normalised together.
     """
 
     kernel: str
@@ -91,6 +95,8 @@ class Specialisation:
     gelu: bool = False
     rank: int = 64
     pad: int = 0
+    heads: int = 16
+    all_heads: bool = False
 
     def __str__(self) -> str:
         if self.outputs:
@@ -123,6 +129,8 @@ class Specialisation:
 
     def _of_a_norm(self) -> list[str]:
         parts = [self.x, NORM_SIZES]
+        if self.all_heads:
+            parts = [self.x, f"{self.heads} heads of 128 together"]
         if self.weights:
             parts.append(f"{self.weights} weights")
         if self.part:
@@ -193,6 +201,13 @@ _SCORE_INPUTS: tuple[dict[str, Any], ...] = (
     {"guidance": True, "anchor": True, "old": True, "aligned": False},
 )
 
+_TYPES_OF_A_NORM: tuple[dict[str, Any], ...] = (
+    {"x": "bf16"},
+    {"x": "fp32"},
+    {"x": "bf16", "weights": "fp32"},
+)
+"""Element types of the tokens and, if all weights are trained, of the norms' weights."""
+
 SPECIALISATIONS: tuple[Specialisation, ...] = (
     *(
         Specialisation(kernel=_STEP, one_step=True, x=x, guidance=guidance, aligned=aligned)
@@ -233,6 +248,20 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         Specialisation(
             kernel="_norm_rotate_bwd_kernel", x="bf16", weights="fp32", part=part, sums=True
         )
+        for part in (0, 1)
+    ),
+    *(
+        Specialisation(kernel="_norm_rotate_fwd_kernel", heads=heads, all_heads=True, **types)
+        for heads in HEADS_TOGETHER
+        for types in _TYPES_OF_A_NORM
+    ),
+    *(
+        Specialisation(
+            kernel="_norm_rotate_bwd_kernel", heads=heads, all_heads=True, part=part, **types,
+            sums="weights" in types,
+        )
+        for heads in HEADS_TOGETHER
+        for types in _TYPES_OF_A_NORM
         for part in (0, 1)
     ),
     *(
@@ -316,7 +345,7 @@ def _kernel(name: str) -> Any:
 
 def _flags_and_options(s: Specialisation, arch: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Values of every `constexpr` flag that the kernel may have, and Triton's launch options."""
-    from sage_fast.kernels import adapter_rows, common, norm_silu
+    from sage_fast.kernels import adapter_rows, common, norm_rotate, norm_silu
 
     if s.is_adapter:
         itemsize = 4 if s.x == "fp32" else 2
@@ -338,18 +367,23 @@ def _flags_and_options(s: Specialisation, arch: int) -> tuple[dict[str, Any], di
         "VEC": 4 if "fp32" in (s.x, s.v) else 8,
         "OUTPUTS": s.outputs,
         "PARTIALS": common.MAX_PROGRAMS,
-        "WIDTH": 128 if "rotate" in s.kernel else 2048,
-        "HEADS": 16,
+        "WIDTH": 2048,
         "MODULATION": s.sums,
         "WEIGHTS": s.sums,
+        "TEXT": not s.all_heads,
         "ROWS": rows,
-        "TOKENS": rows,
         "RESIDUAL": s.residual,
         "GATED": s.gated,
         "PART": s.part,
         "PIXELS": norm_silu.TILE // 128,
         "CHANNELS": 128,
     }
+    if "rotate" in s.kernel:
+        heads, options = norm_rotate.flags_and_options(
+            s.heads, 128, all_heads=s.all_heads, backward="bwd" in s.kernel
+        )
+        _, tokens = common.rows_of_programs(TOKENS, 1, sums=s.sums, warps=options["num_warps"])
+        return flags | heads | {"TOKENS": tokens}, options
     wide = "norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel)
     return flags, common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
 

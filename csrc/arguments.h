@@ -67,7 +67,8 @@ struct Heads {
 // is like joint.
 struct RotateArgs {
   Array joint;
-  Array weights[2][2];  // [query or key][video or text], each [width]
+  bool all_heads;       // whether all heads of a token are normalised together, or each by itself
+  Array weights[2][2];  // [query or key][video or text], each [width], or [heads, width] with all_heads
   const float* rotary;  // [video_tokens, width / 2, 2]
   Heads grad[3];
   void *out[2], *d_joint;
@@ -75,7 +76,7 @@ struct RotateArgs {
   float eps;
 };
 
-constexpr int64_t kModulateScratch = 10, kRotateScratch = 11;  // floats per element of a row or head
+constexpr int64_t kModulateScratch = 10, kRotateScratch = 11;  // floats per element of a row, or of what is normalised together
 
 // The inner loops. Each covers a range [begin, end) of one sample's elements, rows or tokens.
 struct Loops {

@@ -100,7 +100,9 @@ void norm_modulate_backward(const ModulateArgs& args, int64_t begin, int64_t end
   (args.width == 64 ? modulate_rows_backward<64> : modulate_rows_backward<0>)(args, begin, end, sums, scratch);
 }
 
-// -- norm_rotate: rms_norm of every head of queries and keys; video tokens are rotated -------------------------------
+// -- norm_rotate: rms_norm of queries and keys; video tokens are rotated ---------------------------------------------
+//
+// A group is what is normalised together: a head, or with kAllHeads all heads of a token.
 
 // Rotates neighbouring pairs, (a, b) -> (a cos - b sin, a sin + b cos), as y cos + swapped(y) sin; `sine` has the sign.
 inline void rotate(const float* y, const float* cosine, const float* sine, int64_t n, float* out) {
@@ -125,87 +127,106 @@ inline void spread(const float* cos_sin, float sign, int64_t n, float* cosine, f
   }
 }
 
-template <int64_t kWidth>
+template <int64_t kWidth, bool kAllHeads>
 void rotate_rows(const RotateArgs& args, int64_t begin, int64_t end, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width, row = args.heads * n;
-  float *x_buffer = scratch, *y = scratch + n, *out_buffer = scratch + 2 * n, *cosine = scratch + 3 * n,
-        *sine = scratch + 4 * n, *weights = scratch + 5 * n;
-  for (int64_t k = 0; k < 4; ++k) load_vector(args.weights[k / 2][k % 2], n, weights + k * n);
+  const int64_t group = kAllHeads ? row : n, groups = kAllHeads ? 1 : args.heads;
+  float *x_buffer = scratch, *y = scratch + group, *out_buffer = scratch + 2 * group, *cosine = scratch + 3 * group,
+        *sine = scratch + 4 * group, *weights = scratch + 5 * group;
+  for (int64_t k = 0; k < 4; ++k) load_vector(args.weights[k / 2][k % 2], group, weights + k * group);
   const Type type = args.joint.type;
   for (int64_t token = begin; token < end; ++token) {
     const bool video = token < args.video_tokens;
     if (video) spread(args.rotary + token * n, 1, n, cosine, sine);
     for (int64_t part = 0; part < 2; ++part) {
-      const float* weight = weights + (2 * part + !video) * n;
-      for (int64_t head = 0; head < args.heads; ++head) {
-        const float* x = load(args.joint, (3 * token + part) * row + head * n, n, x_buffer);
-        const int64_t out_at = token * row + head * n;
+      const float* weight = weights + (2 * part + !video) * group;
+      for (int64_t i = 0; i < groups; ++i) {
+        const float* x = load(args.joint, (3 * token + part) * row + i * group, group, x_buffer);
+        const int64_t out_at = token * row + i * group;
         float* out = target(args.out[part], type, out_at, out_buffer);
-        const float rstd = 1 / std::sqrt(dot(x, x, n) / n + args.eps);
+        const float rstd = 1 / std::sqrt(dot(x, x, group) / group + args.eps);
         if (video) {
-          for (int64_t j = 0; j < n; ++j) y[j] = x[j] * rstd * weight[j];
-          rotate(y, cosine, sine, n, out);
+          for (int64_t j = 0; j < group; ++j) y[j] = x[j] * rstd * weight[j];
+          for (int64_t head = 0; head < group; head += n) rotate(y + head, cosine, sine, n, out + head);
         } else {
-          for (int64_t j = 0; j < n; ++j) out[j] = x[j] * rstd * weight[j];
+          for (int64_t j = 0; j < group; ++j) out[j] = x[j] * rstd * weight[j];
         }
-        flush(args.out[part], type, out_at, n, out_buffer);
+        flush(args.out[part], type, out_at, group, out_buffer);
       }
     }
   }
 }
 
-// Writes the gradient of joint. Adds those of the weights to sums [2, 2, width], unless that is null.
-template <int64_t kWidth>
+// Writes the gradient of joint. Adds those of the weights to sums [2, 2, group], unless that is null.
+template <int64_t kWidth, bool kAllHeads>
 void rotate_rows_backward(const RotateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width, row = args.heads * n;
-  float *x_buffer = scratch, *normed = scratch + n, *out_buffer = scratch + 2 * n, *g_buffer = scratch + 3 * n,
-        *turned = scratch + 4 * n, *cosine = scratch + 5 * n, *sine = scratch + 6 * n, *weights = scratch + 7 * n;
-  for (int64_t k = 0; k < 4; ++k) load_vector(args.weights[k / 2][k % 2], n, weights + k * n);
+  const int64_t group = kAllHeads ? row : n, groups = kAllHeads ? 1 : args.heads;
+  float *x_buffer = scratch, *normed = scratch + group, *out_buffer = scratch + 2 * group,
+        *g_buffer = scratch + 3 * group, *turned = scratch + 4 * group, *cosine = scratch + 5 * group,
+        *sine = scratch + 6 * group, *weights = scratch + 7 * group;
+  for (int64_t k = 0; k < 4; ++k) load_vector(args.weights[k / 2][k % 2], group, weights + k * group);
   const Type type = args.joint.type;
   for (int64_t token = begin; token < end; ++token) {
     const bool video = token < args.video_tokens;
     if (video) spread(args.rotary + token * n, -1, n, cosine, sine);
     for (int64_t part = 0; part < 3; ++part) {
       const Heads& grads = args.grad[part];
-      for (int64_t head = 0; head < args.heads; ++head) {
-        const int64_t at = (3 * token + part) * row + head * n;
-        const float* g = load(grads.array, token * grads.token_stride + head * grads.head_stride, n, g_buffer);
-        if (part == 2) {  // values: a plain copy
-          store(args.d_joint, type, at, n, g);
-          continue;
+      for (int64_t i = 0; i < groups; ++i) {
+        const int64_t at = (3 * token + part) * row + i * group;
+        const float* g = nullptr;
+        for (int64_t head = 0; head < group; head += n) {
+          const int64_t grad_at = token * grads.token_stride + (kAllHeads ? head / n : i) * grads.head_stride;
+          g = load(grads.array, grad_at, n, g_buffer);
+          if (part == 2) {  // values: a plain copy
+            store(args.d_joint, type, at + head, n, g);
+          } else if (video) {
+            rotate(g, cosine, sine, n, turned + head);
+          } else if (kAllHeads) {
+            std::copy(g, g + n, turned + head);
+          }
         }
+        if (part == 2) continue;
+        if (video || kAllHeads) g = turned;
         const int64_t which = 2 * part + !video;
-        const float* x = load(args.joint, at, n, x_buffer);
-        if (video) {
-          rotate(g, cosine, sine, n, turned);
-          g = turned;
-        }
-        const float rstd = 1 / std::sqrt(dot(x, x, n) / n + args.eps);
-        for (int64_t j = 0; j < n; ++j) normed[j] = x[j] * rstd;
+        const float* x = load(args.joint, at, group, x_buffer);
+        const float rstd = 1 / std::sqrt(dot(x, x, group) / group + args.eps);
+        for (int64_t j = 0; j < group; ++j) normed[j] = x[j] * rstd;
         if (sums != nullptr) {
-          float* weight_sum = sums + which * n;
-          for (int64_t j = 0; j < n; ++j) weight_sum[j] += g[j] * normed[j];
+          float* weight_sum = sums + which * group;
+          for (int64_t j = 0; j < group; ++j) weight_sum[j] += g[j] * normed[j];
         }
-        for (int64_t j = 0; j < n; ++j) turned[j] = g[j] * weights[which * n + j];
-        const float slope = dot(turned, normed, n) / n;
+        for (int64_t j = 0; j < group; ++j) turned[j] = g[j] * weights[which * group + j];
+        const float slope = dot(turned, normed, group) / group;
         float* dx = target(args.d_joint, type, at, out_buffer);
-        for (int64_t j = 0; j < n; ++j) dx[j] = rstd * (turned[j] - normed[j] * slope);
-        flush(args.d_joint, type, at, n, out_buffer);
+        for (int64_t j = 0; j < group; ++j) dx[j] = rstd * (turned[j] - normed[j] * slope);
+        flush(args.d_joint, type, at, group, out_buffer);
       }
     }
   }
 }
 
+template <int64_t kWidth>
+void rotate_width(const RotateArgs& args, int64_t begin, int64_t end, float* scratch) {
+  (args.all_heads ? rotate_rows<kWidth, true> : rotate_rows<kWidth, false>)(args, begin, end, scratch);
+}
+
+template <int64_t kWidth>
+void rotate_width_backward(const RotateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
+  (args.all_heads ? rotate_rows_backward<kWidth, true>
+                  : rotate_rows_backward<kWidth, false>)(args, begin, end, sums, scratch);
+}
+
 void norm_rotate(const RotateArgs& args, int64_t begin, int64_t end, float* scratch) {
-  (args.width == 16    ? rotate_rows<16>
-   : args.width == 128 ? rotate_rows<128>
-                       : rotate_rows<0>)(args, begin, end, scratch);
+  (args.width == 16    ? rotate_width<16>
+   : args.width == 128 ? rotate_width<128>
+                       : rotate_width<0>)(args, begin, end, scratch);
 }
 
 void norm_rotate_backward(const RotateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
-  (args.width == 16    ? rotate_rows_backward<16>
-   : args.width == 128 ? rotate_rows_backward<128>
-                       : rotate_rows_backward<0>)(args, begin, end, sums, scratch);
+  (args.width == 16    ? rotate_width_backward<16>
+   : args.width == 128 ? rotate_width_backward<128>
+                       : rotate_width_backward<0>)(args, begin, end, sums, scratch);
 }
 
 }  // namespace sage_fast::INSTRUCTION_SET

@@ -36,12 +36,15 @@ struct Inputs {
     tokens = joint.size(1);
     heads = joint.size(3);
     width = joint.size(4);
+    all_heads = video_query.dim() == 2;
+    group = all_heads ? heads * width : width;
     video_tokens = rotary.size(0);
   }
 
   RotateArgs operator[](int64_t i) const {
     RotateArgs args{};
     args.joint = joints[i];
+    args.all_heads = all_heads;
     for (int k = 0; k < 4; ++k) args.weights[k / 2][k % 2] = array_of(weights[k]);
     args.rotary = static_cast<const float*>(table.const_data_ptr());
     args.video_tokens = video_tokens;
@@ -54,7 +57,9 @@ struct Inputs {
   Samples joints;
   Tensor weights[4], table;
   float eps;
+  bool all_heads;
   int64_t samples, video_tokens, tokens, heads, width;
+  int64_t group;  // elements that are normalised together, as many as a weight has
 };
 
 }  // namespace
@@ -67,7 +72,7 @@ std::tuple<Tensor, Tensor> norm_rotate(const Tensor& joint, const Tensor& video_
   Tensor out[2] = {new_sized(joint, sizes), new_sized(joint, sizes)};
   const int64_t row = in.heads * in.width, bytes = in.tokens * row * size_of(in.joints.type());
   for_each_rows(in.samples, in.tokens, row, [&](int64_t i, int64_t, int64_t begin, int64_t end) {
-    std::vector<float> scratch(kRotateScratch * in.width);
+    std::vector<float> scratch(kRotateScratch * in.group);
     RotateArgs args = in[i];
     for (int k = 0; k < 2; ++k) args.out[k] = static_cast<char*>(out[k].mutable_data_ptr()) + i * bytes;
     loops().norm_rotate(args, begin, end, scratch.data());
@@ -84,23 +89,26 @@ std::tuple<Tensor, Tensor> norm_rotate_backward(const Tensor& grad_query, const 
   const HeadTensor grads[3] = {HeadTensor(grad_query), HeadTensor(grad_key), HeadTensor(grad_value)};
   const int64_t row = in.heads * in.width, bytes = in.joints.numel() * size_of(in.joints.type());
   Tensor d_joint = new_like(joint);
-  Partials partials(weights, in.samples, in.tokens, row, 4, in.width);
+  Partials partials(weights, in.samples, in.tokens, row, 4, in.group);
   for_each_rows(in.samples, in.tokens, row, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
-    std::vector<float> scratch(kRotateScratch * in.width);
+    std::vector<float> scratch(kRotateScratch * in.group);
     RotateArgs args = in[i];
     for (int k = 0; k < 3; ++k) args.grad[k] = grads[k][i];
     args.d_joint = static_cast<char*>(d_joint.mutable_data_ptr()) + i * bytes;
     loops().norm_rotate_backward(args, begin, end, partials.of(i, chunk), scratch.data());
   });
-  Tensor d_weights = new_floats(joint, {weights ? 4 : 0, in.width});
+  std::vector<int64_t> sizes = {weights ? 4 : 0};
+  if (in.all_heads) sizes.push_back(in.heads);
+  sizes.push_back(in.width);
+  Tensor d_weights = new_floats(joint, sizes);
   if (weights) {
     float* sums = static_cast<float*>(d_weights.mutable_data_ptr());
-    std::fill(sums, sums + 4 * in.width, 0.0f);
-    std::vector<float> sample_sum(in.width);
+    std::fill(sums, sums + 4 * in.group, 0.0f);
+    std::vector<float> sample_sum(in.group);
     for (int64_t i = 0; i < in.samples; ++i) {
       for (int k = 0; k < 4; ++k) {
         partials.add(i, k, sample_sum.data());
-        for (int64_t j = 0; j < in.width; ++j) sums[k * in.width + j] += sample_sum[j];
+        for (int64_t j = 0; j < in.group; ++j) sums[k * in.group + j] += sample_sum[j];
       }
     }
   }

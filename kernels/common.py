@@ -345,16 +345,21 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
+def rows_of_programs(
+    rows: int, batch: int, sums: bool = False, warps: int = WIDE_OPTIONS["num_warps"]
+) -> tuple[int, int]:
     """Return (programs, rows per program) of a sample for the kernels that go over rows; the last
     program may be short.
 
     With partial `sums`, the batch has at most 3/4 MAX_PROGRAMS programs, or one per sample: a GPU
-    of 132 multiprocessors, each with registers for three, runs them at once. Otherwise a program
-    has one row, or a few if there are many times more rows than a GPU holds programs, which reads
+    of 132 multiprocessors, each with registers for three of up to 8 `warps`, two of 16 or one of
+    32, runs them at once. Otherwise a program has one row, or a few if there are many times more rows than a GPU holds programs, which reads
     scale and shift less often. The kernels are compiled for the rows per program: a loop of unknown
     length takes them a quarter more registers.
     """
-    limit = max(3 * MAX_PROGRAMS // 4 // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
+    limit = 8 * MAX_PROGRAMS
+    if sums:
+        at_once = min(3, 32 // warps) * MAX_PROGRAMS // 4
+        limit = max(at_once // max(batch, 1), 1)
     per_program = max(-(-rows // limit), 1)
     return -(-rows // per_program), per_program

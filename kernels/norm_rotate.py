@@ -1,13 +1,18 @@
-"""RMSNorm of every head of queries and keys, and rotary embedding of the video tokens, on the GPU.
+"""RMSNorm of queries and keys, and rotary embedding of the video tokens, on the GPU.
 
 joint `[B, N + L, 3, H, D]` and the results are contiguous. The incoming gradients `[B, N + L, H,
 D]` may have any strides but the last. A program holds all heads of a token, `[H, D]`, in registers:
 first queries, then keys. A thread owns both channels of a pair, so a rotation stays within it. Each
 element is read and written once. The forward does not touch the values; the backward copies their
 gradient into d_joint. `sage_fast.ops.norm_rotate` is the specification.
+
+ALL_HEADS: all heads of a token are normalised together, with weights `[H, D]`. A sum over a token
+then crosses the warps of its program, so wide tokens get more warps, not more values a thread.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -32,14 +37,50 @@ def _store_heads(ptr, start, values, heads, width, HEADS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def _weight(ptr, width, WIDTH: tl.constexpr):
-    column = tl.arange(0, WIDTH)
-    return tl.load(ptr + column, mask=column < width, other=0.0).to(tl.float32)
+def _weight(
+    ptr, heads, width, ALL_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Load the weight of a norm, `[HEADS, WIDTH]`, or `[WIDTH]` if every head has the same."""
+    if ALL_HEADS:
+        weight = _heads(ptr, 0, width, heads, width, HEADS, WIDTH)
+    else:
+        column = tl.arange(0, WIDTH)
+        weight = tl.load(ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    return weight
 
 
 @triton.jit
-def _rstd(x, width, eps):
-    return tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
+def _weighted(x, weight, ALL_HEADS: tl.constexpr):
+    if not ALL_HEADS:
+        weight = weight[None, :]
+    return x * weight
+
+
+@triton.jit
+def _mean(x, heads, width, ALL_HEADS: tl.constexpr):
+    """Average over what is normalised together: a scalar, or `[HEADS, 1]`."""
+    if ALL_HEADS:
+        mean = tl.sum(x) / (heads * width)
+    else:
+        mean = tl.sum(x, axis=1)[:, None] / width
+    return mean
+
+
+@triton.jit
+def _rstd(x, heads, width, eps, ALL_HEADS: tl.constexpr):
+    if ALL_HEADS:
+        rstd = tl.rsqrt(_mean(x * x, heads, width, ALL_HEADS) + eps)
+    else:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
+    return rstd
+
+
+@triton.jit
+def _over_heads(x, ALL_HEADS: tl.constexpr):
+    """What one token adds to the gradient of a weight: `[HEADS, WIDTH]`, or its sum `[WIDTH]`."""
+    if not ALL_HEADS:
+        x = tl.sum(x, axis=0)
+    return x
 
 
 @triton.jit
@@ -69,6 +110,7 @@ def _norm_rotate_fwd_kernel(
     heads,
     width,
     eps,
+    ALL_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -83,16 +125,19 @@ def _norm_rotate_fwd_kernel(
         out_ptr = query_ptr if part == 0 else key_ptr
         start = (3 * index + part) * heads * width
         x = _heads(joint_ptr, start, width, heads, width, HEADS, WIDTH)
-        normed = x * _rstd(x, width, eps)
+        normed = x * _rstd(x, heads, width, eps, ALL_HEADS)
         if token < video_tokens:
-            weight = _weight(video_query_ptr if part == 0 else video_key_ptr, width, WIDTH)
-            y = _rotated(normed * weight[None, :], rotary_ptr, token, width, 1.0, HEADS, WIDTH)
+            weight_ptr = video_query_ptr if part == 0 else video_key_ptr
+            weight = _weight(weight_ptr, heads, width, ALL_HEADS, HEADS, WIDTH)
+            y = _weighted(normed, weight, ALL_HEADS)
+            y = _rotated(y, rotary_ptr, token, width, 1.0, HEADS, WIDTH)
             _store_heads(out_ptr, index * heads * width, y, heads, width, HEADS, WIDTH)
         else:
-            weight = _weight(text_query_ptr if part == 0 else text_key_ptr, width, WIDTH)
-            _store_heads(
-                out_ptr, index * heads * width, normed * weight[None, :], heads, width, HEADS, WIDTH
-            )
+            weight_ptr = text_query_ptr if part == 0 else text_key_ptr
+            weight = _weight(weight_ptr, heads, width, ALL_HEADS, HEADS, WIDTH)
+            out_start = index * heads * width
+            scaled = _weighted(normed, weight, ALL_HEADS)
+            _store_heads(out_ptr, out_start, scaled, heads, width, HEADS, WIDTH)
 
 
 @triton.jit
@@ -114,7 +159,9 @@ def _norm_rotate_bwd_kernel(
     eps,
     PART: tl.constexpr,
     WEIGHTS: tl.constexpr,
+    TEXT: tl.constexpr,
     TOKENS: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -122,13 +169,19 @@ def _norm_rotate_bwd_kernel(
     programs)`.
 
     One part per launch needs fewer registers. With WEIGHTS, also store this program's sums for both
-    weights: partial `[B, programs, 2, D]`.
+    weights: partial `[B, programs, 2, D]`, or `[B, programs, 2, H, D]` with ALL_HEADS. Without
+    TEXT all tokens are video, and registers hold no sum for the text's weight: 40 heads of 128
+    together would spill it on sm_100.
     """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, WIDTH)
-    video_sum = tl.zeros([WIDTH], tl.float32)
-    text_sum = tl.zeros([WIDTH], tl.float32)
+    if ALL_HEADS:
+        video_sum = tl.zeros([HEADS, WIDTH], tl.float32)
+        text_sum = tl.zeros([HEADS, WIDTH], tl.float32)
+    else:
+        video_sum = tl.zeros([WIDTH], tl.float32)
+        text_sum = tl.zeros([WIDTH], tl.float32)
     row = heads * width
     for turn in range(TOKENS):
         token = program * TOKENS + turn
@@ -137,31 +190,55 @@ def _norm_rotate_bwd_kernel(
             start = sample * grad_batch_stride + token * grad_token_stride
             grad = _heads(grad_ptr, start, grad_head_stride, heads, width, HEADS, WIDTH)
             x = _heads(joint_ptr, first + PART * row, width, heads, width, HEADS, WIDTH)
-            rstd = _rstd(x, width, eps)
+            rstd = _rstd(x, heads, width, eps, ALL_HEADS)
             normed = x * rstd
             if token < video_tokens:
                 grad = _rotated(grad, rotary_ptr, token, width, -1.0, HEADS, WIDTH)
                 if WEIGHTS:
-                    video_sum += tl.sum(grad * normed, axis=0)
-                inner = grad * _weight(video_weight_ptr, width, WIDTH)[None, :]
-                slope = tl.sum(inner * normed, axis=1)[:, None] / width
+                    video_sum += _over_heads(grad * normed, ALL_HEADS)
+                weight = _weight(video_weight_ptr, heads, width, ALL_HEADS, HEADS, WIDTH)
+                inner = _weighted(grad, weight, ALL_HEADS)
+                slope = _mean(inner * normed, heads, width, ALL_HEADS)
                 dx = rstd * (inner - normed * slope)
                 _store_heads(d_joint_ptr, first + PART * row, dx, heads, width, HEADS, WIDTH)
-            else:
+            elif TEXT:
                 if WEIGHTS:
-                    text_sum += tl.sum(grad * normed, axis=0)
-                inner = grad * _weight(text_weight_ptr, width, WIDTH)[None, :]
-                slope = tl.sum(inner * normed, axis=1)[:, None] / width
+                    text_sum += _over_heads(grad * normed, ALL_HEADS)
+                weight = _weight(text_weight_ptr, heads, width, ALL_HEADS, HEADS, WIDTH)
+                inner = _weighted(grad, weight, ALL_HEADS)
+                slope = _mean(inner * normed, heads, width, ALL_HEADS)
                 dx = rstd * (inner - normed * slope)
                 _store_heads(d_joint_ptr, first + PART * row, dx, heads, width, HEADS, WIDTH)
     if WEIGHTS:
-        out = partial_ptr + (sample * tl.num_programs(1) + program) * 2 * width + column
-        tl.store(out, video_sum, mask=column < width)
-        tl.store(out + width, text_sum, mask=column < width)
+        index = sample * tl.num_programs(1) + program
+        if ALL_HEADS:
+            _store_heads(partial_ptr, 2 * index * row, video_sum, heads, width, HEADS, WIDTH)
+            _store_heads(partial_ptr, (2 * index + 1) * row, text_sum, heads, width, HEADS, WIDTH)
+        else:
+            out = partial_ptr + index * 2 * width + column
+            tl.store(out, video_sum, mask=column < width)
+            tl.store(out + width, text_sum, mask=column < width)
 
 
 def _neighbours(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def flags_and_options(
+    heads: int, width: int, *, all_heads: bool, backward: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the kernels' flags for heads of this size, and Triton's launch options.
+
+    With all heads together a thread holds 16 values of a token in the forward and 8 in the
+    backward, which has the gradient, the weight and its sums beside: as many as with the options
+    of 16 heads of 128. A program has 32 warps at most.
+    """
+    flags = {"ALL_HEADS": all_heads, "HEADS": power_of_2(heads), "WIDTH": power_of_2(width)}
+    options = dict(WIDE_OPTIONS if backward else LAUNCH_OPTIONS)
+    if all_heads:
+        threads = flags["HEADS"] * flags["WIDTH"] // (8 if backward else 16)
+        options["num_warps"] = min(max(threads // 32, options["num_warps"]), 32)
+    return flags, options
 
 
 def norm_rotate(
@@ -176,6 +253,8 @@ def norm_rotate(
     """Launch the forward; arguments as `sage_fast::norm_rotate`."""
     joint = joint.contiguous()
     batch, tokens, _, heads, width = joint.shape
+    all_heads = video_query.ndim == 2
+    flags, options = flags_and_options(heads, width, all_heads=all_heads, backward=False)
     query, key = (joint.new_empty(batch, tokens, heads, width) for _ in range(2))
     if joint.numel() == 0:
         return query, key
@@ -193,9 +272,8 @@ def norm_rotate(
             heads,
             width,
             eps,
-            HEADS=power_of_2(heads),
-            WIDTH=power_of_2(width),
-            **LAUNCH_OPTIONS,
+            **flags,
+            **options,
         )
     return query, key
 
@@ -217,10 +295,14 @@ def norm_rotate_backward(
     joint, rotary = joint.contiguous(), rotary.contiguous()
     parts = (grad_query, video_query, text_query), (grad_key, video_key, text_key)
     batch, tokens, _, heads, width = joint.shape
+    all_heads = video_query.ndim == 2
+    flags, options = flags_and_options(heads, width, all_heads=all_heads, backward=True)
     d_joint = torch.empty_like(joint)
     d_joint[:, :, 2] = grad_value
-    programs, per_program = rows_of_programs(tokens, batch, sums=weights)
-    size = (2, batch if weights else 0, programs, 2, width)
+    programs, per_program = rows_of_programs(
+        tokens, batch, sums=weights, warps=options["num_warps"]
+    )
+    size = (2, batch if weights else 0, programs, 2, *video_query.shape)
     partial = torch.empty(size, dtype=torch.float32, device=joint.device)
     if joint.numel() == 0:
         partial.zero_()
@@ -242,9 +324,11 @@ def norm_rotate_backward(
                 eps,
                 PART=part,
                 WEIGHTS=weights,
+                TEXT=tokens > len(rotary),
                 TOKENS=per_program,
-                HEADS=power_of_2(heads),
-                WIDTH=power_of_2(width),
-                **WIDE_OPTIONS,
+                **flags,
+                **options,
             )
-    return d_joint, partial.sum((1, 2)).flatten(0, 1) if weights else partial.new_zeros(0, width)
+    if not weights:
+        return d_joint, partial.new_zeros(0, *video_query.shape)
+    return d_joint, partial.sum((1, 2)).flatten(0, 1)

@@ -1,10 +1,11 @@
-"""RMSNorm of every head of queries and keys, and rotary embedding of the video tokens, in one pass:
+"""RMSNorm of queries and keys, and rotary embedding of the video tokens, in one pass:
 
     y = x / sqrt(mean(x^2) + eps) weight        the result for text tokens; video tokens,
                                                 which come first, rotate it:
     (a, b) -> (a cos - b sin, a sin + b cos)    for each pair of neighbouring channels of y
 
-This replaces four norms, two rotations and two concatenations. One tensor holds the queries, keys
+The shape of the weights says what is normalised together: with `[D]` each head by itself, with
+`[H, D]` all heads of a token. This replaces four norms, two rotations and two concatenations. One tensor holds the queries, keys
 and values of both streams: the projection of the video tokens leaves rows for the text. So
 attention reads the values where the projection wrote them, and all three gradients form one tensor,
 which the projection's backward reads whole. Autograd saves only the inputs. Attention saves the
@@ -29,20 +30,23 @@ def norm_rotate(
     joint: Tensor,
     text: Tensor | None,
     video_query: Tensor,
-    text_query: Tensor,
+    text_query: Tensor | None,
     video_key: Tensor,
-    text_key: Tensor,
+    text_key: Tensor | None,
     rotary: Tensor,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values of joint attention.
+    """Return the queries, keys and values of joint attention, or of a video's attention to itself.
 
     Args:
         joint: `[B, N + L, 3, H, D]` queries, keys and values of N video tokens, float32, bfloat16
             or float16; D even. `text` overwrites the last L rows of each sample.
-        text: `[B, L, 3, H, D]`, in the dtype of joint; None if joint already holds it.
-        video_query, text_query, video_key, text_key: `[D]` weights of the norms, float32 or the
-            dtype of joint.
+        text: `[B, L, 3, H, D]`, in the dtype of joint; None if joint already holds it, or if there
+            is none.
+        video_query, text_query, video_key, text_key: weights of the norms, float32 or the dtype of
+            joint: `[D]` to normalise each head by itself, or `[H, D]` to normalise all heads of a
+            token together. All have one shape. Without text tokens (L = 0), those of the text may
+            be None.
         rotary: float32 `[N, D / 2, 2]`, (cos, sin) of each pair of channels.
         eps: added to the mean square.
 
@@ -58,13 +62,23 @@ def norm_rotate(
             f"joint: expected [B, N + L, 3, H, D] with an even D, got {list(joint.shape)}"
         )
     batch, tokens, _, heads, width = joint.shape
+    if (text_query is None) != (text_key is None):
+        raise ValueError("text_query, text_key: expected both or neither")
+    if text_query is None and (text is not None or len(rotary) != tokens):
+        raise ValueError(
+            f"text_query, text_key: expected weights for {tokens - len(rotary)} text tokens"
+        )
+    if len(rotary) > tokens:
+        raise ValueError(f"rotary: expected at most {tokens} rows, got {len(rotary)}")
     shape = (batch, tokens - len(rotary), 3, heads, width)
-    if text is None:
-        if tokens < len(rotary):
-            raise ValueError(f"rotary: expected at most {tokens} rows, got {len(rotary)}")
-    elif text.shape != shape or text.dtype != joint.dtype:
+    if text is not None and (text.shape != shape or text.dtype != joint.dtype):
         raise ValueError(
             f"text: expected {joint.dtype} {list(shape)}, got {text.dtype} {list(text.shape)}"
+        )
+    if video_query.shape not in ((width,), (heads, width)):
+        raise ValueError(
+            f"video_query: expected [{width}] or, for all heads together, [{heads}, {width}], got "
+            f"{list(video_query.shape)}"
         )
     weights = {
         "video_query": video_query,
@@ -73,8 +87,10 @@ def norm_rotate(
         "text_key": text_key,
     }
     for name, weight in weights.items():
-        if weight.shape != (width,):
-            raise ValueError(f"{name}: expected [{width}], got {list(weight.shape)}")
+        if weight is not None and weight.shape != video_query.shape:
+            raise ValueError(
+                f"{name}: expected {list(video_query.shape)}, got {list(weight.shape)}"
+            )
     if rotary.shape[1:] != (width // 2, 2) or rotary.dtype != torch.float32:
         raise ValueError(
             f"rotary: expected float32 [N, {width // 2}, 2], got {rotary.dtype} "
@@ -102,7 +118,7 @@ class _JointNormRotate(torch.autograd.Function):
         if text is not None:
             joint[:, joint.shape[1] - text.shape[1] :] = text
         ctx.save_for_backward(joint, *tensors)
-        query, key = torch.ops.sage_fast.norm_rotate(joint, *rest)
+        query, key = torch.ops.sage_fast.norm_rotate(*_operands(joint, *tensors), ctx.eps)
         return query, key, joint[:, :, 2]
 
     @staticmethod
@@ -119,19 +135,37 @@ class _JointNormRotate(torch.autograd.Function):
             text_rows = d_joint[:, len(saved[-1]) :]
             d_text = text_rows.clone()
             text_rows.zero_()  # the text replaced what the video projection wrote there
-        weight_grads = (
-            [row.to(w.dtype) for row, w in zip(d_weights, saved[1:5])] if weights else [None] * 4
-        )
+        weight_grads: list[Tensor | None] = [None] * 4
+        for i, row in enumerate(d_weights):
+            if ctx.needs_input_grad[2 + i]:
+                weight_grads[i] = row.to(saved[1 + i].dtype)
         return d_joint, d_text, *weight_grads, None, None
 
 
+def _operands(
+    joint: Tensor,
+    video_query: Tensor,
+    text_query: Tensor | None,
+    video_key: Tensor,
+    text_key: Tensor | None,
+    rotary: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return what the operator takes: without text tokens it reads no weight of theirs, so that the
+    video's stand there."""
+    if text_query is None:
+        text_query = video_query
+    if text_key is None:
+        text_key = video_key
+    return joint, video_query, text_query, video_key, text_key, rotary
+
+
 def _inputs_of(node: Any) -> tuple[Tensor, ...]:
-    """Return what a node of `_JointNormRotate` saved, for each of its readers in a backward.
+    """Return the operands that a node of `_JointNormRotate` saved, for each of its readers in a backward.
 
     It is read once: within a checkpoint that starts a recomputation, and a second read is an error.
     """
     if node.unpacked is None:
-        node.unpacked = node.saved_tensors
+        node.unpacked = _operands(*node.saved_tensors)
     unpacked: tuple[Tensor, ...] = node.unpacked
     return unpacked
 
@@ -212,8 +246,13 @@ def _rotated(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
 
 
-def _rstd(x: Tensor, eps: float) -> Tensor:
-    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+def _rstd(x: Tensor, eps: float, dims: tuple[int, ...]) -> Tensor:
+    return (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _normed_dims(weight: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of `[..., H, D]` that are normalised together: those of the weight."""
+    return tuple(range(-weight.ndim, 0))
 
 
 def norm_rotate_reference(
@@ -227,11 +266,11 @@ def norm_rotate_reference(
 ) -> tuple[Tensor, Tensor]:
     """Specification in plain PyTorch; autograd can differentiate it. joint already holds the
     text."""
-    dtype = compute_dtype(joint)
+    dtype, dims = compute_dtype(joint), _normed_dims(video_query)
 
     def normed(x: Tensor, video_weight: Tensor, text_weight: Tensor) -> Tensor:
         x = x.to(dtype)
-        x = x * _rstd(x, eps)
+        x = x * _rstd(x, eps, dims)
         video = _rotated(x[:, : len(rotary)] * video_weight.to(dtype), rotary)
         return torch.cat([video, x[:, len(rotary) :] * text_weight.to(dtype)], dim=1).to(
             joint.dtype
@@ -254,9 +293,12 @@ def norm_rotate_backward_reference(
     eps: float,
     weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients in joint, and float32 `[4, D]` in the weights in their order; `[0, D]` unless
-    `weights`."""
+    """Gradients in joint, and float32 `[4, *weight.shape]` in the weights in their order; `[0, ...]`
+    unless `weights`."""
     dtype, tokens = compute_dtype(joint), len(rotary)
+    dims = _normed_dims(video_query)
+    # of [B, S, H, D] to the shape of a weight
+    summed = tuple(range(4 - len(dims)))
     inverse = torch.stack([rotary[..., 0], -rotary[..., 1]], dim=-1)
     query, key, _ = joint.unbind(2)
     parts, weight_grads = [], []
@@ -266,16 +308,15 @@ def norm_rotate_backward_reference(
     ):
         x, grad = x.to(dtype), grad.to(dtype)
         grad = torch.cat([_rotated(grad[:, :tokens], inverse), grad[:, tokens:]], dim=1)
-        rstd = _rstd(x, eps)
+        rstd = _rstd(x, eps, dims)
         normed = x * rstd
         inner = torch.cat(
             [g * w.to(dtype) for g, w in zip((grad[:, :tokens], grad[:, tokens:]), pair)], dim=1
         )
-        parts.append(
-            (rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))).to(joint.dtype)
-        )
+        slope = (inner * normed).mean(dims, keepdim=True)
+        parts.append((rstd * (inner - normed * slope)).to(joint.dtype))
         weight_grads += [
-            (grad * normed)[:, rows].sum((0, 1, 2)) for rows in (slice(tokens), slice(tokens, None))
+            (grad * normed)[:, rows].sum(summed) for rows in (slice(tokens), slice(tokens, None))
         ]
     d_joint = torch.stack([*parts, grad_value.to(joint.dtype)], dim=2)
     return d_joint, torch.stack(weight_grads)[: 4 if weights else 0]

@@ -133,9 +133,7 @@ class _ToTokens(torch.autograd.Function):
     """`TokenExchange.to_tokens`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, counts: Sequence[int], heads: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, group: dist.ProcessGroup, counts: Sequence[int], heads: Tensor) -> Tensor:
         ctx.group = group
         ctx.counts = counts
         return _with_all_heads(_receive_heads(heads, counts, group))
