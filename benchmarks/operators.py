@@ -51,9 +51,11 @@ TOKENS = {
     "8192 tokens": OPERATORS["norm_rotate"].production,
 }
 """Name -> samples, video tokens, text tokens, heads and width of a head."""
+TOGETHER = {"24-head norm": (1, 8192, 0, 24, 128, 24)}
+"""The same of `norm_rotate` alone, and the heads of a token that are normalised together."""
 PIXELS = {"tiny pixels": (1, 2, 3, 4, 8), "480p frame": OPERATORS["norm_silu"].production}
 """Name -> samples, frames, height, width and channels of the decoder's activations."""
-SIZES = LATENTS | TOKENS | PIXELS
+SIZES = LATENTS | TOKENS | TOGETHER | PIXELS
 CPU_SIZES = (
     "480p batch 1",
     "480p batch 4",
@@ -190,13 +192,13 @@ def bytes_moved(operator: str, case: Case) -> int:
 def sizes_of(operator: str) -> Mapping[str, Sequence[int]]:
     """Return the sizes of an operator: of latents for a transition, of pixels in the decoder, of
     tokens in a block."""
-    return (
-        LATENTS
-        if operator.startswith("transition")
-        else PIXELS
-        if operator == "norm_silu"
-        else TOKENS
-    )
+    if operator.startswith("transition"):
+        return LATENTS
+    if operator == "norm_silu":
+        return PIXELS
+    if operator == "norm_rotate":
+        return TOKENS | TOGETHER
+    return TOKENS
 
 
 def case_of(operator: str, size: Sequence[int], device: torch.device) -> Case:

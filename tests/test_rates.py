@@ -82,11 +82,20 @@ def test_attention_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_bytes_of_our_operators_are_those_of_their_tensors(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (name, shape)
+        for name, row in OPERATORS.items()
+        for shape in (row.example, *row.more_examples)
+    ],
+)
+def test_bytes_of_our_operators_are_those_of_their_tensors(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """The benchmark counts the bytes of the tensors themselves, where an operator is called."""
     row = OPERATORS[name]
-    arguments = inputs(name, row.example, dtype)
+    arguments = inputs(name, shape, dtype)
     leaves = [arguments[index].requires_grad_() for index in row.trained]
 
     def run() -> None:

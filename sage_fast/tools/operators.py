@@ -89,12 +89,14 @@ class Operator(NamedTuple):
         trained: positions of the arguments with a gradient where a model trains a LoRA.
         example: a small, odd shape.
         production: shape of one sample of a run.
+        more_examples: of the operator's other cases.
     """
 
     function: Callable[..., Any]
     trained: tuple[int, ...]
     example: tuple[int, ...]
     production: tuple[int, ...]
+    more_examples: tuple[tuple[int, ...], ...] = ()
 
 
 LATENTS = (3, 32, 5, 7, 9), (1, 32, 21, 45, 80)
@@ -118,7 +120,9 @@ OPERATORS: dict[str, Operator] = {
     "gated_norm": Operator(gated_norm, (0, 1), *TOKENS),
     "gated_sum": Operator(gated_sum, (0, 1), *TOKENS),
     "norm_modulate": Operator(norm_modulate, (0,), *TOKENS),
-    "norm_rotate": Operator(norm_rotate, (0, 1), (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128)),
+    "norm_rotate": Operator(
+        norm_rotate, (0, 1), (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128), ((2, 75, 11, 3, 64, 3),)
+    ),
     "norm_silu": Operator(torch.ops.sage_fast.norm_silu, (), *PIXELS),
 }  # fmt: skip
 
@@ -229,8 +233,9 @@ def inputs(
     """Make random arguments of an operator.
 
     Args:
-        shape: `[B, ...]` of latents, `[B, S, d]` of tokens, (B, N, L, H, D) of `norm_rotate`, or
-            (B, T, H, W, C), the order in memory, of `norm_silu`.
+        shape: `[B, ...]` of latents, `[B, S, d]` of tokens, (B, N, L, H, D) of `norm_rotate` and H
+            once more to normalise all heads of a token together, or (B, T, H, W, C), the order in
+            memory, of `norm_silu`.
         dtypes: of the latents and of the velocities: the policy's, the unconditional, the anchor's
             and the old one; or of the tokens and their modulation or weights. The last one serves
             the rest. One alone is that of a run, whose latents are float32.
@@ -254,12 +259,12 @@ def inputs(
     if operator.startswith("transition"):
         return _transition_inputs(operator, shape, random, layout, coefs, optional=optional)
     if operator == "norm_rotate":
-        batch, tokens, texts, heads, width = shape
+        batch, tokens, texts, heads, width, *together = shape
         angles = 6.3 * torch.rand(tokens, width // 2, device=device)
         rotary = layout(torch.stack([angles.cos(), angles.sin()], dim=-1))
         joint = random(batch, tokens + texts, 3, heads, width)
         text = random(batch, texts, 3, heads, width)
-        weights = [random(width, of=1) for _ in range(4)]
+        weights = [random(*together, width, of=1) for _ in range(4)]
         return [joint, text, *weights, rotary, 1e-6]
     if operator == "norm_silu":
         x = random(*shape).permute(0, 4, 1, 2, 3)

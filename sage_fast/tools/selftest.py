@@ -12,7 +12,7 @@ from sage_fast.rollout.graphs import Recorder
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.tools.checks import Check, tried
 from sage_fast.tools.harness import matmul_ceiling, usual_dtype
-from sage_fast.tools.operators import OPERATORS, check, inputs, wrong
+from sage_fast.tools.operators import OPERATORS, OperatorResult, check, inputs, wrong
 from sage_fast.util.errors import in_one_line
 
 LEAST_SHARE = 0.4
@@ -43,14 +43,17 @@ def operators(device: torch.device) -> Iterator[Check]:
 
 
 def operator_check(operator: str, device: torch.device, dtype: torch.dtype) -> Check:
-    """Check the example of an operator: its error is at most twice that of plain PyTorch, per
+    """Check the examples of an operator: its error is at most twice that of plain PyTorch, per
     tensor."""
+    row = OPERATORS[operator]
+    compared: list[OperatorResult] = []
     name = f"{operator}, {device.type}, {str(dtype).removeprefix('torch.')}"
     advice = (
         "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
     )
     try:
-        compared = check(operator, inputs(operator, OPERATORS[operator].example, dtype, device))
+        for shape in (row.example, *row.more_examples):
+            compared += check(operator, inputs(operator, shape, dtype, device))
     except Exception as error:  # this check looks for kernels that cannot be compiled or launched
         found = f"it does not run: {in_one_line(error)}"
         return Check(name, "wrong", found, advice)

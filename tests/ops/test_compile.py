@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 
 from sage_fast.benchmarks.compile_report import (
     ARCHITECTURES,
+    HEADS_TOGETHER,
     RANKS,
     SHARED_BYTES,
     SPECIALISATIONS,
@@ -79,7 +80,7 @@ odd_ranks = [
     for x, rank in (("bf16", 100), ("bf16", 200), ("fp32", 250))
 ]
 of_rank_64 = [s for s in SPECIALISATIONS if "adapter" in s.kernel and (s.x, s.rank) == ("bf16", 64)]
-last_of_each = {s.kernel: s for s in SPECIALISATIONS}
+last_of_each = {(s.kernel, s.heads): s for s in SPECIALISATIONS}
 largest = [s for s in SPECIALISATIONS if "adapter" in s.kernel and s.rank == 256]
 largest += [s for s in last_of_each.values() if "adapter" not in s.kernel]
 architectures, others = map(json.loads, sys.argv[1:])
@@ -336,8 +337,10 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
         name: isinstance(given.get(f"{name}_ptr"), Tensor)
         for name in ("v_uncond", "v_anchor", "v_old")
     }
+    all_heads = given.get("ALL_HEADS", False)
     return Specialisation(
-        kernel=kernel, x=x, v=v, guidance=present["v_uncond"], anchor=present["v_anchor"],
+        kernel=kernel, x=x, v=v, all_heads=all_heads,
+        heads=HEADS_TOGETHER[-1] if all_heads else 16, guidance=present["v_uncond"], anchor=present["v_anchor"],
         old=present["v_old"],
         beta=given.get("HAS_BETA", False), one_step=given.get("STEP_STRIDE") == 0,
         outputs=given.get("OUTPUTS", 0),

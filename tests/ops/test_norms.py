@@ -8,6 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers import transformer_wan
+from diffusers.models.transformers.transformer_wan import (
+    WanAttention,
+    WanAttnProcessor,
+    WanRotaryPosEmbed,
+)
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -179,11 +185,92 @@ def test_text_that_the_joint_tensor_already_holds() -> None:
         assert torch.equal(mine, given)
 
 
+def rotated_by_diffusers(x: Tensor, attention: WanAttention, tables: list[Tensor]) -> list[Tensor]:
+    """Return the queries, keys and values that diffusers' processor gives attention."""
+    given: list[Tensor] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        given.extend([query, key, value])
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer_wan, "dispatch_attention_fn", attend)
+        attention(x, rotary_emb=tables)
+    return given
+
+
+@pytest.mark.parametrize("implementation", ["reference", "fused"])
+@pytest.mark.parametrize("heads", [1, 3, 4])
+def test_all_heads_together_are_those_of_diffusers(heads: int, implementation: str) -> None:
+    """Its norm is torch.nn.RMSNorm over all heads at once. Compare values and all gradients."""
+    wide = implementation == "reference"
+    dtype = torch.float64 if wide else FP32
+    width, tokens, eps = 12, 8, 1e-5
+    processor = WanAttnProcessor()
+    attention = WanAttention(heads * width, heads, width, eps, processor=processor).to(dtype)
+    assert type(attention.norm_q) is torch.nn.RMSNorm
+    norms = [attention.norm_q.weight, attention.norm_k.weight]
+    for weight in norms:
+        torch.nn.init.normal_(weight)
+    cos, sin = WanRotaryPosEmbed(width, (1, 1, 1), 16)(torch.zeros(1, 1, 2, 2, 2))
+    rotary = torch.stack([cos[0, :, 0, ::2], sin[0, :, 0, 1::2]], dim=-1).float()
+    # the same table for both: ours is float32
+    tables = [part.repeat_interleave(2, dim=-1)[None, :, None] for part in rotary.unbind(-1)]
+    x = torch.randn(2, tokens, heads * width, dtype=dtype, requires_grad=True)
+    projections = [attention.to_q, attention.to_k, attention.to_v]
+    parameters = [p for layer in projections for p in layer.parameters()]
+    wanted = [x, *norms, *parameters]
+
+    expected = rotated_by_diffusers(x, attention, tables)
+    joint = torch.stack([layer(x) for layer in projections], dim=2)
+    query, key = (weight.view(heads, width) for weight in norms)
+    actual = norm_rotate(
+        joint.unflatten(-1, (heads, width)), None, query, None, key, None, rotary, eps
+    )
+    upstream = [torch.randn_like(t) for t in expected]
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if wide else {"rtol": 1e-4, "atol": 1e-5}
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    gradients = torch.autograd.grad(actual, wanted, upstream)
+    for mine, theirs in zip(
+        gradients, torch.autograd.grad(expected, wanted, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+@pytest.mark.parametrize("together", [(), (4,)], ids=["each head", "all heads"])
+def test_without_text_nothing_of_it_is_needed(together: tuple[int, ...]) -> None:
+    """The same bits as with no text tokens; nothing is asked of weights that do not exist."""
+    shape = (2, 9, 0, 4, 16, *together)
+    joint, text, *weights, rotary, eps = inputs("norm_rotate", shape, (BF16, FP32))
+    video = [weights[0], weights[2]]
+    leaves = [joint, *video]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    expected = norm_rotate(joint * 1, text, *weights, rotary, eps)
+    actual = norm_rotate(joint * 1, None, video[0], None, video[1], None, rotary, eps)
+    assert all(map(torch.equal, actual, expected))
+    upstream = [torch.randn_like(t) for t in expected]
+    mine, theirs = (torch.autograd.grad(out, leaves, upstream) for out in (actual, expected))
+    assert all(gradient.any() for gradient in mine)
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_one_head_normalised_by_itself_or_together_is_the_same() -> None:
+    *tensors, rotary, eps = inputs("norm_rotate", (2, 5, 3, 1, 16), (FP32,))
+    joint, text, *weights = tensors
+    alone = norm_rotate(joint.clone(), text, *weights, rotary, eps)
+    together = norm_rotate(joint.clone(), text, *(w[None] for w in weights), rotary, eps)
+    assert all(map(torch.equal, alone, together))
+
+
 def test_with_and_without_autograd_and_frozen_parts() -> None:
     """Rollout and training give the same bits; the backward skips the sums for frozen parts."""
     x, y = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
     scale, shift = torch.randn(2, 64), torch.randn(2, 64)
     joint, text, *rest = inputs("norm_rotate", (2, 9, 3, 4, 16), (FP32,))
+    *_, rotary, eps = rest
+    row = torch.randn(4, 16)
 
     def results() -> list[Tensor]:
         return [
@@ -191,6 +278,7 @@ def test_with_and_without_autograd_and_frozen_parts() -> None:
             *residual_norm(x, scale, shift),
             *gated_norm(x, y, scale, scale, shift),
             *norm_rotate(joint * 1, text, *rest),
+            *norm_rotate(joint[:, :9] * 1, None, row, None, row, None, rotary, eps),
         ]
 
     with torch.no_grad():
@@ -217,7 +305,7 @@ def test_with_and_without_autograd_and_frozen_parts() -> None:
     empty = [
         ("gated_norm_backward", 3),
         *[("norm_modulate_backward", 2)] * 2,
-        ("norm_rotate_backward", 1),
+        *[("norm_rotate_backward", 1)] * 2,
     ]
     assert sorted(calls) == empty
     assert all(leaf.grad is not None for leaf in (x, y, joint, text))
@@ -236,15 +324,23 @@ class RotateCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("text_tokens", [3, 0], ids=["text", "no text"])
+@pytest.mark.parametrize("together", [(), (4,)], ids=["each head", "all heads"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_attention_without_kept_queries_and_keys(
-    dtype: torch.dtype, kernels: tuple[Kernels, torch.device]
+    dtype: torch.dtype,
+    together: tuple[int, ...],
+    text_tokens: int,
+    kernels: tuple[Kernels, torch.device],
 ) -> None:
     """Both are freed with the forward. Each backward computes them again once; same gradients to
     the bit."""
     device = kernels[1]
-    joint, text, *weights, rotary, eps = inputs("norm_rotate", (2, 9, 3, 4, 16), (dtype,), device)
-    wanted = [joint, text, *weights]
+    shape = (2, 9, text_tokens, 4, 16, *together)
+    joint, text, *weights, rotary, eps = inputs("norm_rotate", shape, (dtype,), device)
+    if text_tokens == 0:
+        text = weights[1] = weights[3] = None
+    wanted = [leaf for leaf in (joint, text, *weights) if leaf is not None]
     for leaf in wanted:
         leaf.requires_grad_()
     upstream = torch.randn_like(joint[:, :, 0])
@@ -307,6 +403,20 @@ def test_bad_inputs() -> None:
         norm_rotate(joint, text, *weights, rotary[:, :3])
     with pytest.raises(ValueError, match=r"text_key: expected \[8\], got \[7\]"):
         norm_rotate(joint, text, *weights[:3], weights[3][:7], rotary)
+    with pytest.raises(
+        ValueError,
+        match=r"video_query: expected \[8\] or, for all heads together, \[2, 8\], got \[16\]",
+    ):
+        norm_rotate(joint, text, *(w.repeat(2) for w in weights), rotary)
+    rows = [w.repeat(2, 1) for w in weights]
+    with pytest.raises(ValueError, match=r"video_key: expected \[2, 8\], got \[8\]"):
+        norm_rotate(joint, text, *rows[:2], *weights[2:], rotary)
+    with pytest.raises(ValueError, match="text_query, text_key: expected both or neither"):
+        norm_rotate(joint, text, *weights[:3], None, rotary)
+    without = weights[0], None, weights[2], None
+    for given in (text, None):
+        with pytest.raises(ValueError, match="text_key: expected weights for 1 text tokens"):
+            norm_rotate(joint, given, *without, rotary)
     with pytest.raises(ValueError, match="even D"):
         norm_rotate(joint[..., :7], text[..., :7], *(w[:7] for w in weights), rotary)
     with pytest.raises(ValueError, match="rotary: expected at most 2 rows, got 3"):

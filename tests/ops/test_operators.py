@@ -49,7 +49,7 @@ TOKENS = {  # B, S, d
     "no tokens": (2, 0, 8),
     "no samples": (0, 4, 8),
 }
-HEADS = {  # B, N, L, H, D
+HEADS = {  # B, N, L, H, D, and H again where all heads of a token are normalised together
     "testbed": (2, 4, 3, 4, 16),
     "published head": (1, 2, 1, 16, 128),
     "odd": (2, 3, 2, 3, 6),
@@ -58,6 +58,13 @@ HEADS = {  # B, N, L, H, D
     "no text": (2, 2, 0, 2, 16),
     "no video": (2, 0, 2, 2, 16),
     "no samples": (0, 4, 2, 2, 16),
+    "testbed together": (2, 4, 3, 4, 16, 4),
+    "published heads together": (1, 2, 0, 12, 128, 12),
+    "odd together": (2, 3, 2, 3, 6, 3),
+    "one pair together": (1, 2, 1, 1, 2, 1),
+    "long heads together": (1, 2, 2, 2, 258, 2),
+    "no video together": (2, 0, 2, 2, 16, 2),
+    "no samples together": (0, 4, 2, 2, 16, 2),
 }
 OF_LATENTS = [
     (FP32, BF16),
@@ -94,13 +101,14 @@ ODD = {operator: shapes["odd"] for operator, (shapes, _) in CASES.items()}
 def cases() -> list[Any]:
     """Every shape and every type, in C++ and in Triton.
 
-    Triton's interpreter is slow: `make test` gives it every type at the odd shape and the last type
-    at every shape, `make soak` the rest.
+    Triton's interpreter is slow: `make test` gives it every type at the odd shapes and the last
+    type at every shape, `make soak` the rest.
     """
     rows = []
     for operator, (shapes, types) in CASES.items():
         for name, shape, dtypes in itertools.product(("C++", "triton"), shapes, types):
-            slow = name == "triton" and GPU.type == "cpu" and shape != "odd" and dtypes != types[-1]
+            slow = name == "triton" and GPU.type == "cpu" and dtypes != types[-1]
+            slow = slow and shape not in ("odd", "odd together")
             words = "-".join(
                 [operator, name, shape, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]
             )
@@ -153,20 +161,28 @@ SHAPES = dict.fromkeys(OPERATORS, (3, 16, 10)) | {
     "norm_rotate": (2, 5, 3, 2, 16),
     "norm_silu": (2, 2, 3, 5, 16),
 }
+IN_ANY_LAYOUT = [
+    *(pytest.param(*row, id=row[0]) for row in SHAPES.items()),
+    pytest.param("norm_rotate", (2, 5, 3, 2, 16, 2), id="norm_rotate together"),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_any_layout(operator: str, layout: str, kernels: tuple[Kernels, torch.device]) -> None:
+@pytest.mark.parametrize(("operator", "shape"), IN_ANY_LAYOUT)
+def test_any_layout(
+    operator: str, shape: tuple[int, ...], layout: str, kernels: tuple[Kernels, torch.device]
+) -> None:
     functions, device = kernels
-    arguments = inputs(operator, SHAPES[operator], (FP32, BF16), device, layout=LAYOUTS[layout])
+    arguments = inputs(operator, shape, (FP32, BF16), device, layout=LAYOUTS[layout])
     assert_accurate(check(operator, functions, arguments, LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["reference", "fused"])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_outputs_are_those_of_the_fake(operator: str, dtype: torch.dtype, layout: str) -> None:
+@pytest.mark.parametrize(("operator", "shape"), IN_ANY_LAYOUT)
+def test_outputs_are_those_of_the_fake(
+    operator: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str
+) -> None:
     """Strides, types and aliases, backward included; float64 is the reference's, float32 whatever
     serves the CPU."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -174,7 +190,7 @@ def test_outputs_are_those_of_the_fake(operator: str, dtype: torch.dtype, layout
     def recorded(name: str) -> Callable[..., Any]:
         return lambda *arguments: calls.append((name, arguments)) or registered(name)(*arguments)
 
-    arguments = inputs(operator, SHAPES[operator], (dtype,), layout=LAYOUTS[layout])
+    arguments = inputs(operator, shape, (dtype,), layout=LAYOUTS[layout])
     list(check(operator, recorded, arguments, LAYOUTS[layout]))
     if operator == "norm_modulate":
         calls.append((operator, (*arguments, 2, 1)))  # with padding
@@ -310,9 +326,12 @@ def test_noise_is_that_of_the_reference(
 # -- bits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    ("operator", "together"),
+    [*((operator, ()) for operator in OPERATORS), ("norm_rotate", (4,))],
+)
 def test_the_same_bits_twice_and_on_any_number_of_threads(
-    operator: str, kernels: tuple[Kernels, torch.device]
+    operator: str, together: tuple[int, ...], kernels: tuple[Kernels, torch.device]
 ) -> None:
     functions, device = kernels
     in_cpp = isinstance(functions(operator), torch._ops.OpOverloadPacket)
@@ -326,6 +345,8 @@ def test_the_same_bits_twice_and_on_any_number_of_threads(
             "norm_modulate": (1, 131, 8192),
         }
         shape, counts = large.get(operator, (3, 70_001)), (1, 2, 3, 1)
+    if together:
+        shape = (*shape[:3], *together, shape[4], *together)
     arguments = inputs(operator, shape, (FP32, BF16), device)
     threads, results = torch.get_num_threads(), []
     for count in counts:

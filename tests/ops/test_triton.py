@@ -81,6 +81,8 @@ def test_several_tiles_a_program(operator, monkeypatch):
         ("norm_modulate", (2, 11, 20)),
         ("gated_norm", (2, 11, 20)),
         ("norm_rotate", (2, 9, 2, 2, 16)),
+        ("norm_rotate", (2, 9, 2, 2, 16, 2)),
+        ("norm_rotate", (2, 9, 0, 2, 16, 2)),
     ],
 )
 def test_several_rows_a_program(operator, shape, monkeypatch):
@@ -246,6 +248,13 @@ def test_programs_that_sum_run_at_once_and_none_is_empty(rows, batch):
     programs, per_program = common.rows_of_programs(rows, batch, sums=True)
     assert (programs - 1) * per_program < rows <= programs * per_program
     assert programs == 1 or 0.95 * min(rows * batch, 384) <= programs * batch <= 384
+
+
+@pytest.mark.parametrize(("warps", "most"), [(4, 384), (8, 384), (16, 256), (32, 128)])
+def test_large_programs_that_sum_are_fewer(warps, most):
+    programs, per_program = common.rows_of_programs(32_760, 1, sums=True, warps=warps)
+    assert 0.95 * most <= programs <= most
+    assert programs * per_program >= 32_760
 
 
 def test_power_of_2():
