@@ -25,18 +25,31 @@ from sage_fast.commands.export_formats import export
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
+from sage_fast.models.find import find_spec
 from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.policy import Policy
+from sage_fast.models.random_weights import random_module
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption
+from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
+from tests.pretend_cuda import CUDA, PretendCuda
 from tests.ranks import command_on_ranks
 from tests.tiny import CPU, settings
 
 WORDS, WIDTH = 8, 12  # tokens of every prompt, values of each
+DENOISER = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "text_dim": WIDTH,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+}
+VAE = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,13 +132,19 @@ class Wan(Spec):
     networks: ClassVar = {"denoiser": WanTransformer3DModel}
     autoencoder = AutoencoderKLWan
     condition = Text
+    randoms: ClassVar[tuple[str, ...]] = ("random:wan-tiny", "random:wan-tiny-4-blocks")
     fps = 16
     text_tokens = WORDS
     lora_targets = r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))"
 
+    def published_sizes(self, part: str) -> Mapping[str, Any]:
+        if part == "vae":
+            return VAE
+        return DENOISER | {"num_layers": 4 if self.path.endswith("-4-blocks") else 2}
+
     @property
     def patch(self) -> int:
-        return math.prod(self.configs["denoiser"]["patch_size"])
+        return math.prod(self.meta("denoiser").config.patch_size)
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         return 16, (sampling.num_frames - 1) // 4 + 1, sampling.height // 8, sampling.width // 8
@@ -181,6 +200,11 @@ class Wan(Spec):
         return encode
 
 
+class NoRandoms(Wan):
+    title = "Wan 2"
+    randoms: ClassVar[tuple[str, ...]] = ()
+
+
 REWARD = "def brightness(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n"
 
 
@@ -199,17 +223,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A checkpoint in diffusers format, two prompts, a reward, and a run by the command."""
     folder = tmp_path_factory.mktemp("wan")
     torch.manual_seed(0)
-    WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        text_dim=WIDTH,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-    ).save_pretrained(folder / "wan" / "denoiser")
-    AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).save_pretrained(
-        folder / "wan" / "vae"
-    )
+    WanTransformer3DModel(**DENOISER).save_pretrained(folder / "wan" / "denoiser")
+    AutoencoderKLWan(**VAE).save_pretrained(folder / "wan" / "vae")
     (folder / "any_video.py").write_text(REWARD)
     (folder / "prompts.txt").write_text("an otter juggles three stones\nsnow falls\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -260,6 +275,85 @@ def test_the_plan_counts_this_model(folder: Path, capsys: pytest.CaptureFixture[
     assert f"= {base:,}" in text
     assert f"= {trained:,}" in text
     assert "16 x 3 x 4 x 4" in text
+
+
+def test_random_weights_of_a_family_of_ones_own(folder: Path) -> None:
+    """A whole run, without a checkpoint."""
+    words = ["wan.yaml", "--model.path", f"{__name__}:Wan:random:wan-tiny", "--output", "random"]
+    assert main(["train", *words, "--dry-run"]) == 0
+    assert main(["train", *words, "--quiet"]) == 0
+    (row,) = read_metrics(folder / "random" / "metrics.jsonl")
+    assert row["grad_norm"] > 0
+
+    spec = find_spec(f"{__name__}:Wan:random:wan-tiny-4-blocks")
+    assert isinstance(spec, Wan)
+    assert len(spec.meta("denoiser").blocks) == 4
+
+
+@pytest.mark.parametrize("name", ["random:wan-tine", "random:hunyuanvideo15-480p"])
+def test_a_family_knows_its_own_random_models_alone(name: str) -> None:
+    with pytest.raises(UserError, match="random:wan-tiny"):
+        find_spec(f"{__name__}:Wan:{name}")
+
+
+def test_a_family_without_random_models_says_so() -> None:
+    with pytest.raises(UserError, match="Wan 2 has no models with random weights"):
+        find_spec(f"{__name__}:NoRandoms:random:wan-tiny")
+
+
+def test_a_config_that_no_class_takes_is_named(folder: Path) -> None:
+    """`build` raises as the class does, and `meta` says whose mistake it is."""
+    spec = Wan(str(folder / "wan"), {"denoiser": DENOISER | {"attention_head_dim": -3}})
+    with pytest.raises(UserError, match=r"denoiser/config.json describes no model"):
+        spec.meta("denoiser")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_weights_have_the_buffers_and_dtypes_of_a_loaded_checkpoint(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    """Rotary frequencies are computed when the network is built, and diffusers keeps modules in
+    float32."""
+    loaded = WanTransformer3DModel.from_pretrained(folder / "wan" / "denoiser", dtype=dtype)
+    drawn = random_module(Wan("random:wan-tiny"), "denoiser", dtype, CPU)
+    assert {name: p.dtype for name, p in drawn.named_parameters()} == {
+        name: p.dtype for name, p in loaded.named_parameters()
+    }
+    buffers = dict(loaded.named_buffers())
+    assert buffers
+    assert {*buffers} == {name for name, _ in drawn.named_buffers()}
+    for name, buffer in drawn.named_buffers():
+        assert buffer.dtype == buffers[name].dtype
+        assert torch.equal(buffer, buffers[name]), name
+    for name, p in drawn.named_parameters():
+        assert p.isfinite().all(), name
+
+
+def test_random_weights_are_drawn_without_those_of_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Building allocates no matrix: `AutoencoderKLWan` and the transformer initialise nothing."""
+    filled: list[torch.Size] = []
+    monkeypatch.setattr(
+        torch.nn.Linear,
+        "reset_parameters",
+        lambda linear: filled.append(linear.weight.shape) if not linear.weight.is_meta else None,
+    )
+    random_module(Wan("random:wan-tiny"), "denoiser", torch.float32, CPU)
+    assert not filled
+
+
+def test_streamed_blocks_leave_buffers_on_the_device(folder: Path) -> None:
+    """Also those that are loaded to host memory with the network."""
+    for path in (f"{__name__}:Wan:random:wan-tiny", f"{__name__}:Wan:{folder / 'wan'}"):
+        config = dataclasses.replace(config_of(folder).model, path=path)
+        with PretendCuda():
+            model = load_model(config, SamplingConfig(), CUDA, 0, streamed=1)
+            network = model.policy.networks["denoiser"]
+            assert {buffer.device.type for buffer in network.buffers()} == {"cuda"}
+            hosted = [name for name, p in network.named_parameters() if p.device.type == "cpu"]
+            assert hosted
+            assert all(name.startswith("blocks.") for name in hosted)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

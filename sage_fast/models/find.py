@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     setting = f"model.path = {path!r}"
     named, path = split_path(path)
     if is_random(path):
-        return _find_random(path)
+        return _find_random(named, path)
     # settings name a folder of theirs by its whole path
     if is_hub_id(path) and Path(path).is_dir():
         raise UserError(
@@ -120,9 +119,8 @@ def _read_configs(setting: str, cls: type[Spec], source: str) -> dict[str, dict[
 
 def _check_fields(setting: str, spec: Spec) -> None:
     """Check that the known fields of each config.json have the types of their defaults."""
-    classes: Mapping[str, type] = {**spec.networks, "vae": spec.autoencoder}
-    for part, cls in classes.items():
-        defaults = inspect.signature(cls).parameters
+    for part in (*spec.networks, "vae"):
+        defaults = inspect.signature(spec.part_class(part)).parameters
         for key, value in spec.known_fields(part).items():
             usual = defaults[key].default
             if not isinstance(value, JSON_TYPES.get(type(usual), object)):
@@ -150,11 +148,17 @@ def _family_in(setting: str, source: str) -> type[Spec]:
     raise UserError(f"{setting} holds a {found[0]}; expected one of {list(SHIPPED)}")
 
 
-def _find_random(path: str) -> Spec:
+def _find_random(named: type[Spec] | None, path: str) -> Spec:
+    """Return the spec of a random model of the family in the path's prefix, or of a shipped one."""
+    families = [family(name) for name in SHIPPED.values()] if named is None else [named]
     randoms: dict[str, type[Spec]] = {}
-    for shipped in SHIPPED.values():
-        cls = family(shipped)
+    for cls in families:
         randoms |= dict.fromkeys(cls.randoms, cls)
+    if not randoms:
+        raise UserError(
+            f"model.path = {path!r}: {families[0].title} has no models with random weights; its "
+            "`randoms` would name them"
+        )
     if path not in randoms:
         raise UserError(f"model.path = {path!r}: {nearest(path, randoms)}")
     return randoms[path](path)

@@ -125,7 +125,6 @@ def _load(
         drawn_on = device or place
         return random_module(spec, part, dtype, drawn_on, None if place == drawn_on else place)
     check_part(spec, setting, source, part)
-    cls = {**spec.networks, "vae": spec.autoencoder}[part]
     options: dict[str, Any] = {
         "subfolder": part,
         "device_map": {"": place},
@@ -133,7 +132,7 @@ def _load(
     }
     try:
         with progress_bars_of(source):
-            module, found = cls.from_pretrained(
+            module, found = spec.part_class(part).from_pretrained(
                 source, dtype=dtype, output_loading_info=True, **options
             )
     except (

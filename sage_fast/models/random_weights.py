@@ -7,10 +7,13 @@ same, and a whole iteration runs, from the prompt to the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate import init_empty_weights
+from torch import Tensor
 
 from sage_fast.config.schema import RANDOM
 from sage_fast.models.spec import Spec
@@ -29,20 +32,20 @@ def random_module(
     device: torch.device,
     place: torch.device | None = None,
 ) -> Any:
-    """Return a part with random weights, allocated in `dtype` and nowhere else.
+    """Return a part with random weights, which are allocated once, in the dtypes of a checkpoint
+    that is loaded in `dtype`.
 
     Gates are small, as in a trained model, to keep rounding from growing from block to block.
 
     Args:
         spec: the model.
         part: one of its networks, or `vae`.
-        dtype: dtype of the weights.
+        dtype: dtype of the weights, but for modules that diffusers keeps in float32.
         device: device they are drawn on, with a fixed seed: the same kind of device gives the same
             model.
         place: device that holds them, and receives one after the other; None: the same.
     """
-    module = nn.Module.to(spec.meta(part), dtype).to_empty(device=place or device)
-    assert not list(module.buffers()), "they would stay uninitialised"
+    module = _without_weights(spec, part, dtype, place or device)
     generator = torch.Generator(device=device).manual_seed(0)
     for name, p in module.named_parameters():
         if name.endswith("gamma") or ("norm" in name and p.ndim == 1 and name.endswith("weight")):
@@ -57,3 +60,36 @@ def random_module(
         if spec.is_gate(name):
             p.mul_(0.1)
     return module.eval()
+
+
+def _without_weights(spec: Spec, part: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a part on a device with uninitialised weights, and buffers as its class computes them.
+
+    As in diffusers' `from_pretrained`, buffers have the dtype that they get while `dtype` is the
+    default one, and `_keep_in_fp32_modules` stay in float32.
+    """
+    with default_dtype(dtype), init_empty_weights(include_buffers=False):
+        module = spec.build(part)
+
+    kept = module._keep_in_fp32_modules or []
+    for name, p in module.named_parameters():
+        is_kept = any(module_name in kept for module_name in name.split("."))
+        p.data = p.data.to(torch.float32 if is_kept else dtype)
+
+    def place(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=device)
+        return tensor.to(device)
+
+    return module._apply(place)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have `dtype` as PyTorch's default within the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

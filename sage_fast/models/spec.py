@@ -96,7 +96,7 @@ class Spec:
 
     Args:
         path: folder, hub id, or one of `randoms`.
-        configs: part -> its config.json; missing parts have the published sizes.
+        configs: part -> its config.json; missing parts have `published_sizes`.
 
     Attributes:
         title: name of the family, for messages.
@@ -154,10 +154,27 @@ class Spec:
         """Return the checkpoint that a part is read from: another one if they share it."""
         return checkpoint
 
+    @classmethod
+    def part_class(cls, part: str) -> Any:
+        """Return the diffusers class of a part: one of the networks, or `vae`."""
+        return {**cls.networks, "vae": cls.autoencoder}[part]
+
     def known_fields(self, part: str) -> dict[str, Any]:
         """Return the fields of a part's config.json that its class knows."""
-        known = inspect.signature({**self.networks, "vae": self.autoencoder}[part]).parameters
+        known = inspect.signature(self.part_class(part)).parameters
         return {key: value for key, value in self.configs.get(part, {}).items() if key in known}
+
+    def published_sizes(self, part: str) -> Mapping[str, Any]:
+        """Return the arguments of a part's class where no config.json is known: those of a random
+        model, or of a hub id whose files are not here. By default none, so that the class's own
+        defaults hold."""
+        return {}
+
+    def build(self, part: str) -> Any:
+        """Construct a part on PyTorch's default device, with the weights that its class draws."""
+        has_config = bool(self.configs.get(part))
+        arguments = self.known_fields(part) if has_config else self.published_sizes(part)
+        return self.part_class(part)(**arguments)
 
     def meta(self, part: str) -> Any:
         """Return a part on the meta device: no memory, no weights.
@@ -167,7 +184,7 @@ class Spec:
         """
         try:
             with torch.device("meta"):
-                return {**self.networks, "vae": self.autoencoder}[part](**self.known_fields(part))
+                return self.build(part)
         except Exception as error:  # whatever odd values make a class raise
             raise UserError(
                 f"model.path = {self.path!r}: {part}/config.json describes no model: "

@@ -2,7 +2,7 @@
 core."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +30,6 @@ from sage_fast.models.hunyuan15.encoder import (
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
-from sage_fast.models.spec import Spec
 from sage_fast.testbed import BASE, BASE_I2V
 from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM, embed
 from sage_fast.util.encoders import grey_picture, reading
@@ -78,17 +77,21 @@ class TestbedTransformer(HunyuanVideo15Transformer3DModel):
         self.context_embedder_2 = HunyuanVideo15ByT5TextProjection(width, width, inner)
 
 
+TINY_VAE: dict[str, Any] = {
+    "latent_channels": LATENT_SHAPE[0],
+    "block_out_channels": (8, 16, 32, 64),
+    "layers_per_block": 1,
+    "spatial_compression_ratio": 8,
+    "temporal_compression_ratio": 4,
+    "scaling_factor": 1.0,
+}
+"""Arguments of the autoencoder."""
+
+
 def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
     """A stock video autoencoder with random weights: video [B, 3, 17, 32, 32] in [-1, 1] <-> [B,
     *LATENT_SHAPE]."""
-    return AutoencoderKLHunyuanVideo15(
-        latent_channels=LATENT_SHAPE[0],
-        block_out_channels=(8, 16, 32, 64),
-        layers_per_block=1,
-        spatial_compression_ratio=8,
-        temporal_compression_ratio=4,
-        scaling_factor=scaling_factor,
-    )
+    return AutoencoderKLHunyuanVideo15(**TINY_VAE | {"scaling_factor": scaling_factor})
 
 
 def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
@@ -172,11 +175,12 @@ class Testbed(HunyuanVideo15):
     def source(cls, part: str, checkpoint: str) -> str:
         return str(BASE) if part == "vae" and checkpoint == str(BASE_I2V) else checkpoint
 
-    def meta(self, part: str) -> Any:
-        if part == "vae" and not self.configs.get(part):
-            with torch.device("meta"):
-                return allow_batches(tiny_vae())
-        return Spec.meta(self, part)
+    def published_sizes(self, part: str) -> Mapping[str, Any]:
+        return TINY_VAE if part == "vae" else {}
+
+    def build(self, part: str) -> Any:
+        module = super().build(part)
+        return allow_batches(module) if part == "vae" else module
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         return []

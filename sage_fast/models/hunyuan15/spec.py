@@ -139,16 +139,16 @@ class HunyuanVideo15(Spec):
     def patch(self) -> int:
         return self.transformer_config.patch_size_t * self.transformer_config.patch_size**2
 
-    def meta(self, part: str) -> Any:
-        if part == "transformer" and not self.configs.get(part):  # otherwise as published
-            settings: dict[str, Any] = (
-                {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
-            )
-            settings |= {"use_meanflow": True} if self.path.endswith(STEP_DISTILLED) else {}
-            task = "i2v" if "i2v" in self.path else "t2v"  # published checkpoints are named by it
-            with torch.device("meta"):
-                return HunyuanVideo15Transformer3DModel(task_type=task, **settings)
-        return super().meta(part)
+    def published_sizes(self, part: str) -> Mapping[str, Any]:
+        if part == "vae":
+            return {}
+        # published checkpoints are named by their task
+        sizes: dict[str, Any] = {"task_type": "i2v" if "i2v" in self.path else "t2v"}
+        if self.path in FEW_BLOCKS:
+            sizes["num_layers"] = FEW_BLOCKS[self.path]
+        if self.path.endswith(STEP_DISTILLED):
+            sizes["use_meanflow"] = True
+        return sizes
 
     def check(self) -> None:
         """Refuse checkpoints for another task.
