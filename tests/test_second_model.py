@@ -25,12 +25,14 @@ from sage_fast.commands.export_formats import export
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
-from sage_fast.models.find import find_spec
+from sage_fast.models.find import family_note, find_spec
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import random_module
+from sage_fast.models.registry import SHIPPED
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption
@@ -133,6 +135,7 @@ class Wan(Spec):
     autoencoder = AutoencoderKLWan
     condition = Text
     randoms: ClassVar[tuple[str, ...]] = ("random:wan-tiny", "random:wan-tiny-4-blocks")
+    hub_names = r"wan-?2\.1"
     fps = 16
     text_tokens = WORDS
     lora_targets = r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))"
@@ -306,6 +309,56 @@ def test_a_config_that_no_class_takes_is_named(folder: Path) -> None:
     spec = Wan(str(folder / "wan"), {"denoiser": DENOISER | {"attention_head_dim": -3}})
     with pytest.raises(UserError, match=r"denoiser/config.json describes no model"):
         spec.meta("denoiser")
+
+
+@pytest.fixture
+def two_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package ship a second family."""
+    monkeypatch.setitem(SHIPPED, "WanTransformer3DModel", f"{__name__}:Wan")
+
+
+@pytest.mark.usefixtures("two_families")
+@pytest.mark.parametrize(
+    ("hub_id", "family"),
+    [
+        ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", HunyuanVideo15),
+        ("tencent/hunyuanvideo-1.5", HunyuanVideo15),
+        ("someone/HunyuanVideo1.5-lora-merged", HunyuanVideo15),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", Wan),
+        ("someone/wan-2.1-tuned", Wan),
+    ],
+)
+def test_a_hub_id_names_its_family(hub_id: str, family: type[Spec]) -> None:
+    """Without its files: a dry run downloads nothing."""
+    spec = find_spec(hub_id)
+    assert type(spec) is family
+    assert spec.path == hub_id
+    assert family_note(spec) == ""
+
+
+@pytest.mark.usefixtures("two_families")
+@pytest.mark.parametrize("hub_id", ["someone/testbed", "hunyuanvideo-community/HunyuanVideo"])
+def test_a_hub_id_of_no_known_name_is_assumed_to_be_of_the_default_family(hub_id: str) -> None:
+    spec = find_spec(hub_id)
+    assert type(spec) is HunyuanVideo15
+    note = family_note(spec)
+    assert note.startswith(f"model.path = {hub_id!r}: assumed to be HunyuanVideo 1.5")
+    assert f"{__name__}:Wan:{hub_id}" in note
+    assert "testbed" not in note.replace(hub_id, "")
+
+    for name, family in SHIPPED.items():
+        if name != "TestbedTransformer":
+            assert family_note(find_spec(f"{family}:{hub_id}")) == ""
+
+
+@pytest.mark.usefixtures("two_families")
+def test_the_dry_run_says_that_it_assumes_a_family(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hub_id, notes in {"someone/video-model": 1, "someone/wan2.1-tuned": 0}.items():
+        assert main(["train", "wan.yaml", "--model.path", hub_id, "--dry-run", "--gpus", "1"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.count("assumed to be HunyuanVideo 1.5") == notes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,11 +8,12 @@ from pathlib import Path
 from sage_fast.commands.card import model_card
 from sage_fast.commands.sources import run_and_weights
 from sage_fast.config.fields import is_hub_id
-from sage_fast.models.find import find_spec
+from sage_fast.models.find import family_note, find_spec
 from sage_fast.models.lora.adapter import LORA_FILE, lora_files, write_adapter
 from sage_fast.models.lora.convert import converted, read_lora
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import atomic_path, check_new_folder, copy_folder, save_tensors
 
@@ -58,6 +59,9 @@ def _write(source: Path, folder: Path, base: str | None) -> None:
             f"model.path = {path!r}: a folder where the run began, and none here; export from there"
         )
     spec = find_spec(config.model.path)
+    assumption = family_note(spec)
+    if assumption:
+        log.info(wrapped(f"note: {assumption}"))
     base = _base(path, base, spec)
     folder.mkdir()
     for part in spec.networks:

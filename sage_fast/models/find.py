@@ -11,7 +11,14 @@ from diffusers import ConfigMixin
 from sage_fast.config.fields import is_hub_id
 from sage_fast.models.hub import reachable
 from sage_fast.models.random_weights import is_random
-from sage_fast.models.registry import CHECKPOINTS, SHIPPED, default_family, family, split_path
+from sage_fast.models.registry import (
+    CHECKPOINTS,
+    SHIPPED,
+    default_family,
+    family,
+    family_of_hub_id,
+    split_path,
+)
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError, first_line, nearest
 
@@ -66,7 +73,8 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
         path: one of `CHECKPOINTS`, a folder, a hub id, `random:NAME`, or any of these prefixed with
             `package.module:Name:`.
         fetch: download missing configuration files from the hub. Otherwise a hub id gets the
-            published sizes of the family in its prefix, or of the default family.
+            published sizes of the family in its prefix, of the shipped family of such a name, or
+            else of the default family (`family_note`).
 
     Raises:
         UserError: `path` is neither a checkpoint folder nor shaped like a hub id, names an unknown
@@ -94,7 +102,10 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
                 f"{(named or default_family()).published}"
             )
         if not fetch:
-            return (named or default_family())(path)
+            known = named or family_of_hub_id(path)
+            spec = (known or default_family())(path)
+            spec.family_is_assumed = known is None
+            return spec
 
     source = reachable(path)
     cls = named or _family_in(setting, source)
@@ -146,6 +157,18 @@ def _family_in(setting: str, source: str) -> type[Spec]:
     if not found:
         raise problems[0]
     raise UserError(f"{setting} holds a {found[0]}; expected one of {list(SHIPPED)}")
+
+
+def family_note(spec: Spec) -> str:
+    """Return a note that the family of a hub id is assumed, and how to name it; empty if it is
+    known."""
+    if not spec.family_is_assumed:
+        return ""
+    choices = [f"{name}:{spec.path}" for name in SHIPPED.values() if family(name).hub_names]
+    return (
+        f"model.path = {spec.path!r}: assumed to be {spec.title}, since its files are not read "
+        f"here and its name tells no family; to name one: {' or '.join(choices)}"
+    )
 
 
 def _find_random(named: type[Spec] | None, path: str) -> Spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sage_fast.config.places import split_family
@@ -15,7 +16,7 @@ SHIPPED = {
 }
 """Transformer class, as in config.json -> family.
 
-The first one is the default until config.json is read.
+The first one is the default for a hub id whose name tells no family, until config.json is read.
 """
 
 _TESTBED = Path(__file__).parents[1] / "testbed"
@@ -46,6 +47,15 @@ def family(name: str) -> type[Spec]:
 
 def default_family() -> type[Spec]:
     return family(next(iter(SHIPPED.values())))
+
+
+def family_of_hub_id(hub_id: str) -> type[Spec] | None:
+    """Return the shipped family whose `hub_names` a hub id matches; None if it tells no family."""
+    for name in SHIPPED.values():
+        cls = family(name)
+        if cls.hub_names and re.search(cls.hub_names, hub_id, re.IGNORECASE):
+            return cls
+    return None
 
 
 def split_path(path: str) -> tuple[type[Spec] | None, str]:

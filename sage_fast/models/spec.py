@@ -105,8 +105,12 @@ class Spec:
             main network.
         autoencoder: diffusers class of the part `vae`.
         condition: class of the encoder's results.
+        hub_names: regular expression, searched without case, that the hub ids of the family's
+            checkpoints match; empty: none does.
         randoms: paths `random:NAME` of models with random weights.
-        fps: frames per second of its videos.
+        family_is_assumed: the spec is of a hub id whose files are not read and whose name tells no
+            family.
+        fps: frames per second of its videos; checkpoints of a family may differ.
         text_tokens: assumed prompt length while none is known.
         lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular
             expression.
@@ -128,8 +132,9 @@ class Spec:
     autoencoder: ClassVar[Any]
     condition: ClassVar[type[Condition]]
     lora_targets: ClassVar[str]
+    hub_names: ClassVar[str] = ""
     randoms: ClassVar[tuple[str, ...]] = ()
-    fps: ClassVar[int] = 24
+    fps: int = 24
     text_tokens: ClassVar[int] = 200
     encoder_bytes: ClassVar[float] = 0.0
     prompt_sets: ClassVar[tuple[str, ...]] = ()
@@ -142,6 +147,7 @@ class Spec:
     ) -> None:
         self.path = path
         self.configs = configs or {}
+        self.family_is_assumed = False
 
     @classmethod
     def main_network(cls) -> str:

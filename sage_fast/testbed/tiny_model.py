@@ -162,6 +162,7 @@ class Testbed(HunyuanVideo15):
     __test__ = False
     title = "the testbed"
     networks: ClassVar = {"transformer": TestbedTransformer}
+    hub_names = ""  # it is on no hub
     randoms: ClassVar[tuple[str, ...]] = ("random:testbed",)
     license = None
     fps = 8

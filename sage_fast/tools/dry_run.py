@@ -18,7 +18,7 @@ from sage_fast.data.prompt_checks import (
     shared_prompts,
 )
 from sage_fast.data.prompts import Prompt, configured_prompts
-from sage_fast.models.find import find_spec
+from sage_fast.models.find import family_note, find_spec
 from sage_fast.models.headers import check_weights
 from sage_fast.rewards.load import check_prompts, dry_run_reward
 from sage_fast.run.messages import config_warnings, method_of
@@ -70,6 +70,9 @@ def dry_run(
         obstacle = wrapped(f"This run does not start here: {error}") + "\n\n"
     spec = find_spec(config.model.path)
     check_weights(spec)
+    assumption = family_note(spec)
+    if assumption:
+        assumption = wrapped(f"note: {assumption}") + "\n\n"
     resolved = check_trainable(config, ranks)
     check_distilled(spec.distillation, resolved.objective)
     check_callbacks(config)
@@ -95,7 +98,7 @@ def dry_run(
         first = wrapped(verdict(planned, changes)) + "\n\n"
         costs = format_plan(planned, price, reward)
     method = wrapped(method_of(resolved.objective, config.sampling))
-    return f"{obstacle}{first}{method}\n\n{data}\n\n{costs}"
+    return f"{obstacle}{assumption}{first}{method}\n\n{data}\n\n{costs}"
 
 
 def _format_data(

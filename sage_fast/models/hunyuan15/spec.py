@@ -73,6 +73,7 @@ class HunyuanVideo15(Spec):
     networks: ClassVar = {"transformer": HunyuanVideo15Transformer3DModel}
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
+    hub_names = r"hunyuan[-_]?video[-_]?1[._]?5"
     image_tokens: ClassVar[int] = encoder.IMAGE_TOKENS
     randoms: ClassVar[tuple[str, ...]] = (
         "random:hunyuanvideo15-480p",
