@@ -23,6 +23,7 @@ from sage_fast.config.loader import load
 from sage_fast.config.rank_checks import check_choices
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
+from sage_fast.parallel.gradients import average_gradients
 from sage_fast.run.checkpoint import TrainingState, save_training_state
 from sage_fast.tools.plan import plan
 from sage_fast.tools.plan_text import format_plan
@@ -374,6 +375,50 @@ def test_one_gather_a_block_in_bfloat16(mode: str, tmp_path: Path) -> None:
         assert {dtype for dtype, _ in gathers} == {"torch.bfloat16"}
         assert sum(size for _, size in gathers) == pytest.approx(elements, rel=0.01), part
         assert found[part] == {}
+
+
+def reductions(folder: Path) -> None:
+    """Count what a step of two nodes of two ranks reduces, and average shards that some lack."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    initialize()
+    for offload in (False, True):
+        made = engine("lora adamw", "zero3", train__offload_shards=offload)
+        made.backward(loss(made.policy, rank(), frozen=False), RANKS)
+        with Collectives() as of_step:
+            made.step()
+        weights = len(made.parameters)
+        (folder / f"reductions-{offload}-{rank()}.json").write_text(
+            json.dumps([weights, of_step.found])
+        )
+
+    group = cast(Any, made).replicate_group
+    node = rank() // 2
+    shards = [torch.zeros(size) for size in (5, 3, 0, 2)]
+    # the second is without a gradient on the first node, the fourth on both
+    shards[0].grad = torch.arange(5.0) * (1 + 2 * node)
+    shards[1].grad = torch.ones(3) if node == 1 else None
+    shards[2].grad = torch.zeros(0)
+    average_gradients(shards, CPU, group)
+    assert shards[3].grad is None
+    found = [shard.grad.tolist() for shard in shards[:3] if shard.grad is not None]
+    assert found == [[0, 2, 4, 6, 8], [0.5, 0.5, 0.5], []]
+    shutdown()
+
+
+def test_shards_cross_the_nodes_in_one_call(tmp_path: Path) -> None:
+    """Of a step with thousands of weights, each would be a call that waits for the network."""
+    assert run_ranks(reductions, RANKS, tmp_path) == [0] * RANKS, screens(tmp_path, RANKS)
+    for file in tmp_path.glob("reductions-*.json"):
+        weights, found = json.loads(file.read_text())
+        sums = [size for dtype, size in found["allreduce"] if dtype == "torch.float32"]
+        flags = [size for dtype, size in found["allreduce"] if dtype == "torch.int32"]
+        assert found.keys() == {"allreduce"}
+        # the gradients of the shards, and the square of their norm
+        assert len(sums) == 2, sums
+        assert sums[1] == 1
+        # which shards have a gradient on a node, and for which it is not zero
+        assert len(flags) == 2
+        assert flags[0] == weights
 
 
 @pytest.mark.soak

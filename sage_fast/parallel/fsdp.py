@@ -85,17 +85,15 @@ class FsdpEngine(PlainEngine):
     def _reduce_gradients(self) -> None:
         """Average gradients: of whole weights over all ranks, of shards over the nodes; FSDP2 did
         so within them."""
-        average_gradients([p for p in self.parameters if not isinstance(p, DTensor)])
+        whole: list[Tensor] = []
+        shards: list[Tensor] = []
         for p, part in zip(self.parameters, self.optimized.values()):
-            grad, p.grad = p.grad, None
-            if grad is not None:
-                grad = self.policy.states.part(grad)
-                if self.replicate_group is not None and isinstance(p, DTensor):
-                    # on the GPU for NCCL, if shards are in host memory
-                    total = grad.to(self.policy.device)
-                    dist.all_reduce(total, group=self.replicate_group)
-                    grad.copy_(total.div_(dist.get_world_size(self.replicate_group)))
-            part.grad = grad
+            part.grad = None if p.grad is None else self.policy.states.part(p.grad)
+            p.grad = None
+            (shards if isinstance(p, DTensor) else whole).append(part)
+        average_gradients(whole, self.policy.device)
+        if self.replicate_group is not None:
+            average_gradients(shards, self.policy.device, self.replicate_group)
 
     def _gradient_norm(self) -> Tensor:
         sharded: list[Tensor] = []

@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _take_tensors
 from torch.nn.utils import clip_grads_with_norm_
@@ -16,27 +17,36 @@ FLAT_BYTES = 2**30
 second copy of them."""
 
 
-def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Average gradients over the ranks, in few calls: an adapter has more than a thousand small
-    ones. Collective.
+def average_gradients(
+    parameters: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Average gradients over ranks, in few calls: an adapter has more than a thousand small ones.
+    Collective.
 
     A weight that has a gradient on no rank keeps none (and is not decayed).
+
+    Args:
+        parameters: whole weights, or shards of which each rank of the group has the same.
+        device: where collectives run; shards may be in host memory.
+        group: ranks to average over; None: all.
     """
-    if world_size() == 1 or not parameters:
+    ranks = world_size(group)
+    if ranks == 1 or not parameters:
         return
-    present = torch.tensor(
-        [p.grad is not None for p in parameters], device=parameters[0].device
-    ).int()
-    all_reduce(present, "max")
+    present = torch.tensor([p.grad is not None for p in parameters], device=device).int()
+    all_reduce(present, "max", group)
     gradients = []
     for p, used in zip(parameters, present.tolist()):
         if used:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             gradients.append(p.grad)
     for batch in _take_tensors(gradients, FLAT_BYTES):
-        flat = all_reduce(torch.cat([grad.flatten() for grad in batch])).div_(world_size())
-        for grad, mean in zip(batch, flat.split([grad.numel() for grad in batch])):
-            grad.copy_(mean.view_as(grad))
+        sizes = [grad.numel() for grad in batch]
+        flat = batch[0].new_empty(sum(sizes), device=device)
+        pieces = [piece.view_as(grad) for grad, piece in zip(batch, flat.split(sizes))]
+        torch._foreach_copy_(pieces, batch)
+        all_reduce(flat, group=group).div_(ranks)
+        torch._foreach_copy_(batch, pieces)
 
 
 def forget_zero_gradients(parts: Collection[Tensor], device: torch.device) -> None:

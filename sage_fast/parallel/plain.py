@@ -100,7 +100,7 @@ class PlainEngine(Engine):
         return norm
 
     def _reduce_gradients(self) -> None:
-        average_gradients(self.parameters)
+        average_gradients(self.parameters, self.policy.device)
 
     def _gradient_norm(self) -> Tensor:
         return get_total_norm(

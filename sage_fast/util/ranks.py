@@ -126,8 +126,9 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of all ranks, or of those of a group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def barrier() -> None:
@@ -135,12 +136,15 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Reduce over all ranks in place; `op` is `sum`, `min` or `max`."""
+def all_reduce(
+    tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Reduce over all ranks, or over those of a group, in place; `op` is `sum`, `min` or `max`."""
     if dist.is_initialized():
         dist.all_reduce(
             tensor,
             {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op],
+            group,
         )
     return tensor
 

@@ -68,8 +68,6 @@ REASONS = {
     "parallel/fit.py choose_placement": SETTINGS,
     "parallel/fsdp.py FsdpEngine._gradient_norm": ALWAYS,
     "parallel/fsdp.py FsdpEngine._prepare": ALWAYS,
-    # so that the same weights have gradients on all ranks
-    "parallel/fsdp.py FsdpEngine._reduce_gradients": PADDED,
     "parallel/fsdp.py ShardedStates.padding": PADDED,
     "parallel/fsdp.py ShardedStates.whole": LAYOUT,
     "parallel/fsdp.py _meshes": AGREED,
