@@ -91,11 +91,17 @@ def layouts(held: Spans) -> Iterator[tuple[ShardLayout, dict[str, Tensor]]]:
             yield ShardLayout(policy), policy.parts()
 
 
+def write(folder: Path, kind: str, layout: ShardLayout, own: Mapping[str, Tensor]) -> list[Path]:
+    """Write the slices of a rank that shares its file with no other."""
+    slices = {name: layout.own_slice(name, part) for name, part in own.items()}
+    return layout.write(folder, kind, {name: t for name, t in slices.items() if t.numel()})
+
+
 @pytest.mark.parametrize("writers", HELD)
 def test_any_ranks_read_what_any_ranks_wrote(writers: str, tmp_path: Path) -> None:
     held = HELD[writers]
     for layout, own in layouts(held):
-        layout.write(tmp_path, "trainable", own)
+        write(tmp_path, "trainable", layout, own)
     sizes = [
         sum(t.numel() for t in load_file(file).values()) for file in sorted(tmp_path.iterdir())
     ]
@@ -122,11 +128,9 @@ MANY: dict[str, tuple[Spans, int]] = {
     "17 ranks": ([*WHOLE] * 17, 16),
     "512 ranks": ([*WHOLE] * 512, 16),
     "64 nodes of 8 shards": (NODE_OF_SHARDS * 64, 16),
-    "as many shards as ranks": (
-        [{"matrix": (n, n + 1), "vector": (0, 4), "scalar": (0, 1)} for n in range(35)],
-        35,
-    ),
 }
+SHARD_EACH: Spans = [{"matrix": (n, n + 1), "vector": (0, 4), "scalar": (0, 1)} for n in range(35)]
+"""As many shards as ranks."""
 
 
 @pytest.mark.parametrize("case", MANY)
@@ -134,10 +138,10 @@ def test_of_many_ranks_that_hold_the_same_a_few_write(case: str, tmp_path: Path)
     held, files = MANY[case]
     writers = []
     for number, (layout, own) in enumerate(layouts(held)):
-        if layout.write(tmp_path, "trainable", own):
+        if write(tmp_path, "trainable", layout, own):
             writers.append(number)
     assert len(writers) == files
-    assert layout.writers == writers
+    assert layout.groups == [[number] for number in writers]
     assert len(list(tmp_path.iterdir())) == files
     if case == "512 ranks":
         assert {b - a for a, b in itertools.pairwise(writers)} == {32}, "on nodes of their own"
@@ -148,10 +152,23 @@ def test_of_many_ranks_that_hold_the_same_a_few_write(case: str, tmp_path: Path)
             assert all(torch.equal(part, own[name]) for name, part in read.items())
 
 
+def test_ranks_share_a_file_if_theirs_would_be_small() -> None:
+    """A file of three of 35 ranks, until each has enough for its own."""
+    layout, _ = next(layouts(SHARD_EACH))
+    assert [len(group) for group in layout.groups] == [*[3] * 11, 2]
+    assert [*itertools.chain(*layout.groups)] == [*range(35)]
+    with mock.patch.object(parts, "MIN_FILE_BYTES", 4 * 40 // 35):
+        layout, _ = next(layouts(SHARD_EACH))
+    assert layout.groups == [[number] for number in range(35)]
+    with mock.patch.object(parts, "MIN_FILE_BYTES", 4 * 40 // 20):
+        layout, _ = next(layouts(SHARD_EACH))
+    assert [len(group) for group in layout.groups] == [*[2] * 17, 1]
+
+
 def test_a_checkpoint_with_a_file_of_every_rank_is_read(tmp_path: Path) -> None:
     with mock.patch.object(parts, "MAX_WRITERS", 1000):
         for layout, own in layouts([*WHOLE] * 40):
-            layout.write(tmp_path, "trainable", own)
+            write(tmp_path, "trainable", layout, own)
     assert len(list(tmp_path.iterdir())) == 40
     for layout, own in layouts([*WHOLE] * 2):
         with mock.patch.multiple(parts, rank=lambda: 0):
@@ -216,7 +233,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_files_that_do_not_fit_are_named(fault: str, tmp_path: Path) -> None:
     held = HELD["two nodes of two shards"][:2]
     for layout, own in layouts(held):
-        layout.write(tmp_path, "ema", own)
+        write(tmp_path, "ema", layout, own)
     damage, message = FAULTS[fault]
     damage(tmp_path)
     ((layout, own),) = layouts(HELD["whole on one rank"])
@@ -351,6 +368,83 @@ def test_a_rank_that_writes_nothing_resumes(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "run", alone) is not None
     expected = torch.load(tmp_path / "state.pt")
     assert all(torch.equal(value, expected[name]) for name, value in state_of(alone).items())
+
+
+SHARDING_RANKS = 4
+SHARED_FILES = {
+    "lora zero1": 2,
+    "lora zero2": 2,
+    "lora zero3": 2,
+    "full zero3": 2,
+    "lora hybrid": 1,
+}
+"""Engine -> files of each kind, of four ranks, if three files are too many."""
+
+
+def with_shared_files(folder: Path, small: bool) -> None:
+    """Save what the ranks shard, and resume from it; count the calls that join whole weights."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    initialize()
+    patches = {"MAX_WRITERS": 3} if small else {"MAX_WRITERS": 3, "MIN_FILE_BYTES": 64}
+    for name in SHARED_FILES:
+        hybrid = name.endswith("hybrid")
+        os.environ["LOCAL_WORLD_SIZE"] = "2" if hybrid else str(SHARDING_RANKS)
+        if hybrid:
+            patches |= {"MAX_WRITERS": 1}
+        engine_name = "lora zero3" if hybrid else name
+        run = folder / name
+        engine = engine_of(engine_name)
+        muon_step(engine, 0, [rank()])
+        with (
+            mock.patch.multiple(parts, **patches),
+            mock.patch.object(parts, "exchange", side_effect=parts.exchange) as calls,
+        ):
+            save_checkpoint(run, 1, engine, {}, engine.policy.snapshot())
+        # a call for each kind of a shared file, and one for the weights of rank 0 or of all ranks
+        kinds = len(files_by_kind(run)) if small else 0
+        assert calls.call_count == kinds + 1, name
+        expected = state_of(engine)
+        resumed = engine_of(engine_name)
+        assert load_checkpoint(run, resumed) is not None
+        found = state_of(resumed)
+        assert all(torch.equal(value, expected[key]) for key, value in found.items()), name
+        if rank() == 0:
+            torch.save(expected, run / "state.pt")
+    shutdown()
+
+
+def files_by_kind(run: Path) -> dict[str, list[str]]:
+    (checkpoint,) = RunFolder(run).checkpoints()
+    found: dict[str, list[str]] = {}
+    for file in sorted((checkpoint / "training").glob("*.safetensors")):
+        kind, number = file.stem.split("-000", 1)
+        found.setdefault(kind, []).append(number)
+    return found
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_a_few_ranks_write_what_many_shard(small: bool, tmp_path: Path) -> None:
+    """Unless the files are large; one process goes on from either."""
+    ranks = SHARDING_RANKS
+    assert run_ranks(with_shared_files, ranks, tmp_path, small) == [0] * ranks, screens(
+        tmp_path, ranks
+    )
+    for name, shared in SHARED_FILES.items():
+        hybrid = name.endswith("hybrid")
+        shards = 2 if hybrid else ranks
+        count = shared if small else shards
+        found = files_by_kind(tmp_path / name)
+        assert {"trainable", "ema", "anchor"} < found.keys()
+        for kind, numbers in found.items():
+            expected = [f"{number:02d}-of-{count:05d}" for number in range(1, count + 1)]
+            assert numbers == expected, (name, kind)
+
+        alone = engine_of(f"{name.split()[0]} plain")
+        assert load_checkpoint(tmp_path / name, alone) is not None
+        states = torch.load(tmp_path / name / "state.pt")
+        for key, value in state_of(alone).items():
+            assert torch.equal(value, states[key]), (name, key)
 
 
 def full_disk(folder: Path, engine: Engine) -> None:

@@ -205,7 +205,7 @@ def _is_like(value: Any, expected: Any) -> bool:
 
 
 def save_training_state(folder: Path, engine: Engine, anchor: State | None = None) -> list[Path]:
-    """Write this rank's parts into an existing folder, and return its files. Collective.
+    """Write the ranks' parts into an existing folder; return the files of this rank. Collective.
 
     All engines write the same files, so a run can resume with another engine.
     """
@@ -222,12 +222,13 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
             else:
                 states.setdefault(MOMENT + key, {})[name] = value
     layout = ShardLayout(engine.policy)
+    files = layout.gather(states)
     with fail_together():
         written: list[Path] = []
-        for kind, state in states.items():
-            written += layout.write(folder, kind, state)
+        for kind, slices in files.items():
+            written += layout.write(folder, kind, slices)
         if rank() == 0:
-            facts = {"optimizer": engine.config.optimizer, "steps": steps, "parts": sorted(states)}
+            facts = {"optimizer": engine.config.optimizer, "steps": steps, "parts": sorted(files)}
             write_json(facts, folder / OPTIMIZER)
             written.append(folder / OPTIMIZER)
     return written

@@ -1,10 +1,13 @@
-"""Parts of weights: how weights lie over the ranks, and the files in which every rank writes its
-own part.
+"""Parts of weights: how weights lie over the ranks, and the files in which the ranks write their
+parts.
 
-A part is a contiguous slice of a flattened weight. Of the ranks that hold the same parts a few
-write, an even share each: at most `MAX_WRITERS` in all, unless more ranks hold what no other does.
+A part is a contiguous slice of a flattened weight. Ranks that hold the same parts give an even
+share each, a few of them. Each writes its slices into a file of its own, so that a large state is
+written by many ranks at once. Files of a small state, such as a LoRA that hundreds of ranks shard,
+would be tiny: then a rank writes those of several neighbours, which send them to it. So a state has
+at most `MAX_WRITERS` files, or files of `MIN_FILE_BYTES`.
 
-<folder>/<kind>-00003-of-00008.safetensors  written by the third writer; weight -> 1-D slice;
+<folder>/<kind>-00003-of-00008.safetensors  the third of eight files; weight -> 1-D slice;
                                             `parts` in its metadata has, for each weight, the
                                             slice's first index and the size of the whole weight
 """
@@ -13,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -37,10 +41,15 @@ Span = tuple[int, int]
 """First index and end of a slice of a flattened weight."""
 
 MAX_WRITERS = 16
-"""Largest number of ranks that write what all ranks hold.
+"""Largest number of files of a kind that are smaller than `MIN_FILE_BYTES`.
 
-More files would be small, and rank 0 reads the header of each.
+Rank 0 reads the header of each.
 """
+MIN_FILE_BYTES = 2**26
+"""Size of a file from which on more of them are written faster."""
+EXCHANGE_BYTES = 2**28
+"""Whole weights that cross in one call: a call for each would wait for the network a thousand
+times."""
 
 
 class ShardLayout:
@@ -50,9 +59,10 @@ class ShardLayout:
         spans: weight -> the part that this rank holds.
         shapes: weight -> shape of the whole weight.
         parts_by_rank: rank -> weight -> the part that it holds.
-        writers: the ranks that write, in order.
-        written: rank -> weight -> the slice that it writes, which is empty unless it is a writer;
-            the slices of all ranks are the whole weight.
+        slices: rank -> weight -> the slice that it gives to a file; those of all ranks are the
+            whole weight.
+        groups: the ranks whose slices lie in one file, for each file; the first of them writes it.
+            The slices of all other ranks are empty.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -64,42 +74,89 @@ class ShardLayout:
             self.spans[name] = (start, start + states.part(p).numel())
         self.shapes = {name: states.shape(p) for name, p in weights.items()}
         self.parts_by_rank: list[Mapping[str, Span]] = all_gather_object(self.spans)
-        self.writers = _choose_writers(self.parts_by_rank)
-        self.written: list[dict[str, Span]] = []
+        givers = _choose_givers(self.parts_by_rank)
+        self.slices: list[dict[str, Span]] = []
         for of_rank in self.parts_by_rank:
             nothing = {name: (first, first) for name, (first, _) in of_rank.items()}
-            self.written.append(nothing)
+            self.slices.append(nothing)
         for name in self.spans:
             holders: dict[Span, list[int]] = {}
-            for writer in self.writers:
-                span = self.parts_by_rank[writer][name]
-                holders.setdefault(span, []).append(writer)
+            for giver in givers:
+                span = self.parts_by_rank[giver][name]
+                holders.setdefault(span, []).append(giver)
             for (first, end), ranks in holders.items():
                 size = -(-(end - first) // len(ranks))
                 for i, holder in enumerate(ranks):
                     begin = min(first + i * size, end)
-                    self.written[holder][name] = (begin, min(begin + size, end))
+                    self.slices[holder][name] = (begin, min(begin + size, end))
+
+        elements = sum(shape.numel() for shape in self.shapes.values())
+        most_files = max(MAX_WRITERS, elements * torch.float32.itemsize // MIN_FILE_BYTES)
+        in_a_file = -(-len(givers) // most_files)
+        self.groups = [
+            givers[start : start + in_a_file] for start in range(0, len(givers), in_a_file)
+        ]
 
     def own_slice(self, name: str, part: Tensor) -> Tensor:
-        """Return what this rank writes of its part of a weight."""
+        """Return what this rank gives to a file of its part of a weight."""
         start, _ = self.spans[name]
-        first, end = self.written[rank()][name]
+        first, end = self.slices[rank()][name]
         return part.detach().flatten()[first - start : end - start]
 
-    def write(self, folder: Path, kind: str, state: Mapping[str, Tensor]) -> list[Path]:
-        """Write this rank's slices of `state`, which has the part of some weights; return its file,
-        if it is a writer."""
-        if rank() not in self.writers:
+    def gather(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Return the slices of this rank's file of each kind: kind -> weight -> slice. Collective.
+
+        Without neighbours that share a file, nothing is sent.
+
+        Args:
+            states: kind -> weight -> this rank's part. Weights may be missing on all ranks, and
+                empty parts on some.
+        """
+        writers = list(range(len(self.slices)))  # rank -> the one that writes its slices
+        for group in self.groups:
+            for member in group:
+                writers[member] = group[0]
+        sends = any(len(group) > 1 for group in self.groups)
+
+        found: dict[str, dict[str, Tensor]] = {}
+        for kind, names in self._weights_of_kinds(states).items():
+            own = {}
+            for name in names:
+                first, end = self.slices[rank()][name]
+                if first < end:
+                    own[name] = self.own_slice(name, states[kind][name])
+            if sends:
+                joined = self._send(own, dict.fromkeys(names, writers))
+                own = {name: slice_of_file.cpu() for name, slice_of_file in joined.items()}
+            found[kind] = own
+        return found
+
+    def _weights_of_kinds(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
+        """Return kind -> the weights that any rank has of it, alike on all ranks. Collective."""
+        own = {kind: bytes(name in state for name in self.shapes) for kind, state in states.items()}
+        by_rank: list[dict[str, bytes]] = all_gather_object(own)
+        found: dict[str, list[str]] = {}
+        for kind in sorted({kind for of_rank in by_rank for kind in of_rank}):
+            # ranks differ little, so that few combinations are left to look through
+            combinations = {of_rank[kind] for of_rank in by_rank if kind in of_rank}
+            found[kind] = [
+                name for i, name in enumerate(self.shapes) if any(has[i] for has in combinations)
+            ]
+        return found
+
+    def write(self, folder: Path, kind: str, slices: Mapping[str, Tensor]) -> list[Path]:
+        """Write this rank's file of one kind, from `gather`; return it, if the rank writes one."""
+        writers = [group[0] for group in self.groups]
+        if rank() not in writers:
             return []
-        number = self.writers.index(rank()) + 1
-        file = folder / f"{kind}-{number:05d}-of-{len(self.writers):05d}.safetensors"
-        slices = {}
+        number = writers.index(rank()) + 1
+        file = folder / f"{kind}-{number:05d}-of-{len(writers):05d}.safetensors"
         parts = {}  # weight -> first index of the slice, and size of the weight
-        for name, part in state.items():
-            piece = self.own_slice(name, part)
-            if piece.numel():
-                slices[name] = piece
-                parts[name] = (self.written[rank()][name][0], self.shapes[name].numel())
+        for name in slices:
+            # the first rank of a group may have nothing of the weight
+            spans = [self.slices[member][name] for member in self.groups[number - 1]]
+            begin = min(first for first, end in spans if first < end)
+            parts[name] = (begin, self.shapes[name].numel())
         save_tensors(file, slices, {"parts": json.dumps(parts)})
         return [file]
 
@@ -113,25 +170,82 @@ class ShardLayout:
             owners: weight -> the rank that gets it.
         """
         found = {}
+        split = []
         for name, owner in owners.items():
-            whole = state[name].detach()
             if self.parts_by_rank[owner][name] != (0, self.shapes[name].numel()):
-                spans = [of_rank[name] for of_rank in self.written]
-                sizes = [end - first for first, end in spans]
-                sent = [0 for _ in sizes]
-                sent[owner] = sizes[rank()]
-                received = sizes if rank() == owner else [0 for _ in sizes]
-                pieces = exchange(self.own_slice(name, whole), sent, received).split(received)
-                whole = torch.cat(
-                    [piece for _, piece in sorted(zip(spans, pieces), key=lambda pair: pair[0])]
-                )
-            if owner == rank():
+                split.append(name)
+            elif owner == rank():
+                found[name] = state[name].detach().view(self.shapes[name]).cpu()
+        for names in self._batches(split):
+            own = {}
+            for name in names:
+                first, end = self.slices[rank()][name]
+                if first < end:
+                    own[name] = self.own_slice(name, state[name])
+            destinations = {name: [owners[name]] * len(self.slices) for name in names}
+            for name, whole in self._send(own, destinations).items():
                 found[name] = whole.view(self.shapes[name]).cpu()
         return found
 
+    def _batches(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Yield the weights in order, as many at a time as may cross in one call."""
+        batch: list[str] = []
+        size = 0
+        for name in names:
+            added = self.shapes[name].numel() * torch.float32.itemsize
+            if batch and size + added > EXCHANGE_BYTES:
+                yield batch
+                batch = []
+                size = 0
+            batch.append(name)
+            size += added
+        if batch:
+            yield batch
 
-def _choose_writers(parts_by_rank: Sequence[Mapping[str, Span]]) -> list[int]:
-    """Return the ranks that write, so that every part has a writer.
+    def _send(
+        self, own: Mapping[str, Tensor], destinations: Mapping[str, Sequence[int]]
+    ) -> dict[str, Tensor]:
+        """Send slices of weights to other ranks in one call; return weight -> what has come here of
+        it, joined. Collective.
+
+        Args:
+            own: weight -> this rank's slice, if it is not empty.
+            destinations: weight -> rank -> where its slice goes. The slices that go to one rank
+                adjoin.
+        """
+        sent: list[list[Tensor]] = [[] for _ in self.slices]
+        for name in destinations:
+            if name in own:
+                sent[destinations[name][rank()]].append(own[name])
+        coming: list[tuple[int, str, Span]] = []  # rank, weight and slice
+        for source, slices in enumerate(self.slices):
+            for name, of_rank in destinations.items():
+                first, end = slices[name]
+                if of_rank[source] == rank() and first < end:
+                    coming.append((source, name, (first, end)))
+
+        given = [sum(piece.numel() for piece in pieces) for pieces in sent]
+        taken = [0 for _ in sent]
+        for source, _, (first, end) in coming:
+            taken[source] += end - first
+        flat = [piece for pieces in sent for piece in pieces]
+        received = exchange(torch.cat(flat) if flat else torch.empty(0), given, taken)
+
+        pieces: dict[str, list[tuple[Span, Tensor]]] = {}
+        sizes = [end - first for _, _, (first, end) in coming]
+        for (_, name, span), piece in zip(coming, received.split(sizes)):
+            pieces.setdefault(name, []).append((span, piece))
+        joined = {}
+        for name, of_weight in pieces.items():
+            of_weight.sort(key=lambda pair: pair[0])
+            spans = [span for span, _ in of_weight]
+            assert all(end == first for (_, end), (first, _) in itertools.pairwise(spans)), name
+            joined[name] = torch.cat([piece for _, piece in of_weight])
+        return joined
+
+
+def _choose_givers(parts_by_rank: Sequence[Mapping[str, Span]]) -> list[int]:
+    """Return the ranks that give slices to the files, so that every part is given.
 
     Of ranks that hold the same they are spread evenly, so that they are on different nodes.
     """
@@ -140,11 +254,11 @@ def _choose_writers(parts_by_rank: Sequence[Mapping[str, Span]]) -> list[int]:
         alike.setdefault(tuple(sorted(of_rank.items())), []).append(holder)
 
     most = max(1, MAX_WRITERS // len(alike))
-    writers: list[int] = []
+    givers: list[int] = []
     for ranks in alike.values():
         count = min(most, len(ranks))
-        writers += [ranks[number * len(ranks) // count] for number in range(count)]
-    return sorted(writers)
+        givers += [ranks[number * len(ranks) // count] for number in range(count)]
+    return sorted(givers)
 
 
 class SavedParts:

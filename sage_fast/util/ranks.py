@@ -136,9 +136,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_reduce(
-    tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None
-) -> Tensor:
+def all_reduce(tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> Tensor:
     """Reduce over all ranks, or over those of a group, in place; `op` is `sum`, `min` or `max`."""
     if dist.is_initialized():
         dist.all_reduce(
