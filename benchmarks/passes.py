@@ -24,15 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sage_fast.algorithm.rates import MATMULS as OF_A_PROFILE
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.load import make_trainable
 from sage_fast.models.lora.linear import padding_for
+from sage_fast.ops._calls import bytes_of_call
 from sage_fast.ops._common import LIBRARY
 from sage_fast.tools.harness import BURST_FLOPS
-from sage_fast.tools.operators import bytes_of_call
-from sage_fast.tools.rates import MATMULS as OF_A_PROFILE
 
 TOKENS, TEXT, WIDTH = 21 * 30 * 52, 200, 2048
 """Video and text tokens of a 480p video of 81 frames, and the width of the published transformer.

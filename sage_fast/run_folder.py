@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import RankError, UserError, first_line, reason
-from sage_fast.util.files import read_json, read_metrics, reading, write_json
+from sage_fast.util.files import HANGS, read_json, read_metrics, reading, write_json
 from sage_fast.util.presence import entries, holds_file, holds_folder, leads_nowhere
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RunFolder:
         self.lock_file = self.path / "run.lock"
         self.weights = self.path / "weights"
         self.embeddings = self.path / "embeddings"
-        self.hangs = self.path / "hangs"
+        self.hangs = self.path / HANGS
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunFolder | None:

@@ -30,11 +30,14 @@ SCRIPT = REPOSITORY / "configs" / "slurm.sbatch"
 # Like srun: one process per task with its number in the environment, the largest status, signals
 # for the tasks.
 SRUN = """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do shift; done
-echo $$ > "$SCONTROL_LOG.step"
+tasks=$SLURM_NTASKS
+while [[ $1 == --* ]]; do [[ $1 == --ntasks=* ]] && tasks=${1#*=}; shift; done
+step=0
+while [[ -e $SCONTROL_LOG.step.$step ]]; do ((++step)); done
+echo $$ > "$SCONTROL_LOG.step.$step"
 trap 'kill -TERM "${pids[@]}" 2> /dev/null' TERM
 pids=()
-for ((i = 0; i < SLURM_NTASKS; i++)); do
+for ((i = 0; i < tasks; i++)); do
     SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!)
 done
 worst=0
@@ -50,12 +53,13 @@ SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then echo 127.0.0.1; echo node-2; else echo "$@" >> "$SCONTROL_LOG"; fi
 """
 SCANCEL = """#!/usr/bin/env bash
-[[ "$*" == "--signal=TERM 70123.0" ]] && kill -TERM "$(< "$SCONTROL_LOG.step")"
+[[ $1 == --signal=TERM && $2 == 70123.* ]] && kill -TERM "$(< "$SCONTROL_LOG.step.${2#*.}")"
 """
 # Stands in for Python: records how it was started, waits for a signal or several or none, and exits
 # with a status.
 RECORDER = """#!/usr/bin/env bash
 trap 'echo TERM >> "started.$RANK"; ((--SIGNALS > 0)) || exit ${STATUS_ON_TERM:-0}' TERM
+[[ $3 == doctor ]] && { echo "$@" >> checked; exit "${STATUS_OF_CHECK:-0}"; }
 local_rank=$LOCAL_RANK/$LOCAL_WORLD_SIZE
 printf '%s\\n' "$RANK/$WORLD_SIZE $local_rank $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" \\
     > "started.$RANK.part"
@@ -78,7 +82,11 @@ def submit(tmp_path: Path) -> Submit:
         (tmp_path / "bin" / name).chmod(0o755)
 
     def start(*words: str, **environment: str) -> "subprocess.Popen[str]":
+        # the numbers of steps begin again
+        for step in tmp_path.glob("scontrol.log.step.*"):
+            step.unlink()
         slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NTASKS": "2",
+                 "SLURM_JOB_NUM_NODES": "1",
                  "SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder",
                  "SCONTROL_LOG": str(tmp_path / "scontrol.log"),
                  "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
@@ -150,6 +158,31 @@ def test_what_fails_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
 def started(process: "subprocess.Popen[str]", folder: Path) -> None:
     """Wait until both tasks of the job run."""
     wait_for(lambda: all((folder / f"started.{rank}").exists() for rank in range(2)), process)
+
+
+def test_nodes_are_checked_on_request(submit: Submit, tmp_path: Path) -> None:
+    """Then the training is the second step, which the time limit stops."""
+    assert submit("config.yaml", "runs").wait(HANG) == 0
+    assert not (tmp_path / "checked").exists()
+    for file in tmp_path.glob("started.*"):
+        file.unlink()
+
+    process = submit("config.yaml", "runs", CHECK_NODES="1", WAITS="600")
+    started(process, tmp_path)
+    assert (tmp_path / "checked").read_text() == "-m sage_fast doctor --node\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(HANG) == 0
+    assert requeued(tmp_path) == ["requeue 70123"]
+    assert (tmp_path / "started.0").read_text().endswith("TERM\n")
+
+
+def test_a_slow_node_ends_the_job(submit: Submit, tmp_path: Path) -> None:
+    process = submit("config.yaml", "runs", CHECK_NODES="1", STATUS_OF_CHECK="1")
+    _, err = process.communicate(timeout=HANG)
+    assert process.returncode == 1
+    assert "a node is too slow" in err
+    assert not list(tmp_path.glob("started.*"))
+    assert requeued(tmp_path) == []
 
 
 @pytest.mark.parametrize("status", ["0", "143"], ids=["with a checkpoint", "killed"])

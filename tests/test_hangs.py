@@ -20,6 +20,8 @@ from sage_fast.run import hang_dump
 from sage_fast.run.hang_dump import HangDump, what_waits
 from sage_fast.trainer import Trainer
 from sage_fast.util import process_group
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import check_new_folder
 from tests.ranks import run_ranks, screens
 from tests.test_docs import blocks
 from tests.tiny import FEW_STEPS, arguments
@@ -309,3 +311,44 @@ def test_the_environment_decides_about_the_flight_recorder(
     else:
         expected = process_group.FLIGHT_RECORDER | given
         assert {name: os.environ[name] for name in expected} == expected
+
+
+def fail_while_others_wait(folder: Path, words: list[str], function: str) -> None:
+    """Run a command on this rank; the second rank fails in a function of it."""
+    os.chdir(folder)
+    broken = RuntimeError("out of memory")
+    with contextlib.ExitStack() as stack:
+        if os.environ["RANK"] == "1":
+            stack.enter_context(mock.patch(function, side_effect=broken))
+        sys.exit(main([*words, *FEW_STEPS]))
+
+
+COMMANDS = {
+    "sample": (["--prompt", "a red ball", "--folder", "out"], "out"),
+    "eval": (["--folder", "out"], "out"),
+    "eval --json": (["--json", "scores/all.json"], "scores"),
+    "profile": (["--folder", "out"], "out"),
+}
+"""Command -> its words, and the folder in which it leaves its dumps."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_other_commands_leave_their_dumps_where_they_write(command: str, tmp_path: Path) -> None:
+    words, folder = COMMANDS[command]
+    name = command.split()[0]
+    function = "sage_fast.loading.load_model"
+    given = [name, str(PAPER), *words]
+    assert run_ranks(fail_while_others_wait, 2, tmp_path, given, function) == [1, 1]
+    (dump,) = (tmp_path / folder / "hangs").iterdir()
+    assert "out of memory" in (dump / "stacks-1.txt").read_text()
+    assert not (tmp_path / "hangs").exists()
+    assert f"what the ranks were doing is in {dump}" in screens(tmp_path)[1]
+
+
+def test_an_evaluation_that_failed_may_be_started_again(tmp_path: Path) -> None:
+    """Its folder then has its dumps, and nothing else."""
+    (tmp_path / "hangs" / "2026-11-29T15-40-59").mkdir(parents=True)
+    check_new_folder(tmp_path)
+    (tmp_path / "videos.csv").touch()
+    with pytest.raises(UserError, match="expected a new or an empty folder"):
+        check_new_folder(tmp_path)

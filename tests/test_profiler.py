@@ -36,15 +36,36 @@ def events_of(file: Path) -> list[dict[str, Any]]:
 
 def test_a_chosen_iteration_leaves_its_trace_and_no_other_does(tmp_path: Path) -> None:
     iterate(Profiler(iterations=[2]), tmp_path, 3)
-    files = [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.*")]
-    assert files == ["profiles/iteration-000002/rank-000.json.gz"]
+    trace = "profiles/iteration-000002/rank-000.json.gz"
+    files = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.*")}
+    assert files == {trace, "profiles/iteration-000002/rates.txt"}
 
-    events = events_of(tmp_path / files[0])
+    events = events_of(tmp_path / trace)
     ranges = {event["name"] for event in events if event.get("cat") == "user_annotation"}
     assert {"iteration 2", "rollout", "transition", "reward", "train", "backward"} <= ranges
     assert any(event["name"] == "aten::mm" for event in events), "operators too"
     assert not any("memory" in event["name"] for event in events), "only on request"
     assert not profiling._tools, "ranges are off again"
+
+
+def test_the_rates_of_a_profiled_iteration_are_logged_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sage_fast.util.console.PACKAGE.propagate", True)
+    caplog.set_level("INFO", "sage_fast")
+    iterate(Profiler(iterations=[2]), tmp_path, 2)
+    file = tmp_path / "profiles/iteration-000002/rates.txt"
+    titles, *rows = file.read_text().splitlines()
+    assert titles.split()[:4] == ["seconds", "calls", "TFLOP/s", "GB/s"]
+    cells = {row[46:]: row[:44].split() for row in rows}
+    # seconds, calls and a rate; a small matmul has two
+    counts = {name: len(numbers) for name, numbers in cells.items()}
+    assert counts["attention forward"] == counts["attention backward"] == 3
+    assert counts["matmuls, a side below 256"] == 4
+    assert counts["norm_rotate"] == counts["transition_step"] == 3
+    assert all(float(numbers[-1]) > 0 for numbers in cells.values())
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged[logged.index(titles) :][: 1 + len(rows)] == [titles, *rows]
 
 
 def test_only_a_profiled_iteration_runs_its_backward_in_the_calling_thread(

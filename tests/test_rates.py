@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.utils._pytree import tree_leaves
 
+from sage_fast.algorithm.rates import format_rates, rate_table
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE
 from sage_fast.tools.operators import OPERATORS, inputs
-from sage_fast.tools.rates import format_rates, rate_table
 
 
 def profiled(function: Any) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,10 @@
 
     <run>/profiles/iteration-000002/rank-000.json.gz         trace, for ui.perfetto.dev
     <run>/profiles/iteration-000002/rank-000-memory.pickle   snapshot, for pytorch.org/memory_viz
+    <run>/profiles/iteration-000002/rates.txt                TFLOP/s and GB/s of rank 0, as logged
 
-`sage-fast profile` measures one iteration of a configuration apart from any run, and prints tables.
+`sage-fast profile` measures one iteration of a configuration apart from any run, and prints more
+tables.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sage_fast.algorithm.rates import format_rates, rate_table
 from sage_fast.callbacks.interface import Callback
 from sage_fast.config.schema import ProfileConfig
 from sage_fast.util.console import wrapped
@@ -36,12 +39,16 @@ log = logging.getLogger(__name__)
 SNAPSHOT_EVENTS = 1_000_000
 """Most allocations and frees in a memory snapshot; older ones are left out."""
 
+RATES = "rates.txt"
+"""File of rank 0's table of rates."""
+
 
 class Profiler(Callback):
     """Writes a trace of chosen iterations, and on request a memory snapshot, for each rank.
 
-    The trace holds the phases and steps of an iteration as named ranges (docs/how-to/profile.md).
-    A file that cannot be written is a note, and the run goes on.
+    Rank 0 logs a table of the TFLOP/s of attention and matmuls and the GB/s of our operators, and
+    keeps it beside the traces. The trace holds the phases and steps of an iteration as named ranges
+    (docs/how-to/profile.md). A file that cannot be written is a note, and the run goes on.
 
     Args:
         iterations: iterations to profile, as the screen counts them, from 1.
@@ -76,7 +83,7 @@ class Profiler(Callback):
         if self.memory and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
             self._records_memory = True
-        self._profiler = torch.profiler.profile(profile_memory=self.memory)
+        self._profiler = torch.profiler.profile(record_shapes=True, profile_memory=self.memory)
         synchronize(device)  # what earlier iterations have left is not part of this one
         self._profiler.start()
         self._ranges.enter_context(ranges("torch"))
@@ -98,6 +105,8 @@ class Profiler(Callback):
                     torch.cuda.memory._dump_snapshot(str(partial))
             self._stop()
             write_trace(profiler, folder / f"rank-{rank():03d}.json.gz")
+            if rank() == 0:
+                _tell_rates(profiler, folder, on_gpu=run.trainer.device.type == "cuda")
         except OSError as error:  # a profile is only looked at: the run is worth more
             log.warning(wrapped(f"note: no profile of iteration {number}: {reason(error)}"))
         else:
@@ -117,6 +126,19 @@ class Profiler(Callback):
         if self._records_memory:
             torch.cuda.memory._record_memory_history(enabled=None)
             self._records_memory = False
+
+
+def _tell_rates(profiler: Any, folder: Path, *, on_gpu: bool) -> None:
+    """Log the table of rates of a stopped profiler, and write it into the folder.
+
+    Raises:
+        OSError: the file cannot be written; the table has been logged.
+    """
+    lines = format_rates(rate_table(profiler.events(), on_gpu=on_gpu), on_gpu=on_gpu)
+    for line in lines:
+        log.info(line)
+    with atomic_path(folder / RATES) as partial:
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_trace(profiler: Any, file: Path) -> None:

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     for note in notes_on_prompts(prompts):
         log.info(f"note: {note}")
     dtype = config.model.dtype
-    with fail_fast(config.timeout_minutes):
+    with fail_fast(config.timeout_minutes, cache):
         spec = find_spec(config.model.path, fetch=True)
         check_captions(prompts, spec)
         load = functools.partial(

@@ -136,7 +136,8 @@ def evaluate(
         from sage_fast.util.process_group import joined
         from sage_fast.util.ranks import barrier, rank
 
-    with joined(config.timeout_minutes), fail_fast(config.timeout_minutes):
+    beside = folder or (json.parent if json else None)  # for the dumps of a failure
+    with joined(config.timeout_minutes), fail_fast(config.timeout_minutes, beside):
         sets, watched = evaluate_candidates(candidates, config, scorers, folder)
         found = compare(sets, watched)
         if rank() == 0:

@@ -50,7 +50,7 @@ def _profile(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from sage_fast.tools.phases import format_profile, profile_iteration
     from sage_fast.util.ranks import rank
 
-    with fail_fast(config.timeout_minutes):
+    with fail_fast(config.timeout_minutes, options.folder):
         result = profile_iteration(
             config,
             options.config,
@@ -95,7 +95,7 @@ def _measure_signal(options: argparse.Namespace, overrides: Mapping[str, str]) -
     from sage_fast.util.ranks import rank
 
     timeout = configs[0].timeout_minutes
-    with fail_fast(timeout):
+    with fail_fast(timeout, options.folder):
         initialize(timeout)
         measured = {source: check_trainable(config) for source, config in zip(sources, configs)}
         result = measure_signal(

@@ -122,7 +122,7 @@ def _sample(
     from sage_fast.util.videos import check_encoder
 
     check_encoder()
-    with joined(config.timeout_minutes), fail_fast(config.timeout_minutes):
+    with joined(config.timeout_minutes), fail_fast(config.timeout_minutes, folder):
         setup = load_setup(resolve(config), prompts, rewards=False)
         for note in setup.model.notes:
             log.info(f"note: {note}")

@@ -73,8 +73,8 @@ def fail_fast(timeout_minutes: float, folder: Path | None = None) -> Iterator[Ha
 
     Args:
         timeout_minutes: timeout of a collective.
-        folder: the run folder, in which a failure leaves the dumps of the ranks; by default the
-            working directory.
+        folder: the run folder, or that of what a command writes, in which a failure leaves the
+            dumps of the ranks; by default the working directory.
 
     Yields:
         The dump of this rank; None in a single process.

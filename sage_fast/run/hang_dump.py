@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from sage_fast.run_folder import RunFolder
+from sage_fast.util.files import HANGS
 from sage_fast.util.ranks import rank
 
 STACKS = "stacks-"
@@ -49,10 +49,10 @@ class HangDump:
     def __init__(self, folder: Path, started: str) -> None:
         """
         Args:
-            folder: the folder of the run.
+            folder: the folder of the run, or of what another command writes.
             started: the time of the start, the same on all ranks.
         """
-        self.folder = RunFolder(folder.absolute()).hangs / started
+        self.folder = folder.absolute() / HANGS / started
 
     @contextlib.contextmanager
     def for_watchdog(self) -> Iterator[None]:

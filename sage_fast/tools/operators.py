@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import adapter_rows, norm_silu, transition_score, transition_step  # noqa: F401  # defines the first two
+from sage_fast.ops._calls import registered
 from sage_fast.ops._common import LIBRARY
 from sage_fast.ops._dispatch import REFERENCES
 from sage_fast.ops.gated_norm import gated_norm
@@ -125,26 +126,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "norm_silu": Operator(torch.ops.sage_fast.norm_silu, (), *PIXELS),
 }  # fmt: skip
-
-
-def registered(name: str) -> Callable[..., Any]:
-    """Return an operator as registered: what a run calls on every device."""
-    return getattr(torch.ops.sage_fast, name).default
-
-
-def bytes_of_call(name: str, arguments: Sequence[Any], results: Any) -> int:
-    """Return the bytes that a call of a registered operator reads and writes: its arguments and
-    results once each.
-
-    Args:
-        name: the operator, or its backward.
-    """
-    count = sum(t.nbytes for t in tree_leaves((arguments, results)) if isinstance(t, Tensor))
-    if name.startswith("norm_rotate"):  # it does not touch the values in the joint tensor
-        count -= max(t.nbytes for t in arguments if isinstance(t, Tensor)) // 3
-    if name == "adapter_rows_backward":  # it writes over its gradient
-        count += arguments[0].nbytes
-    return count
 
 
 def as_it_is(tensor: Tensor) -> Tensor:

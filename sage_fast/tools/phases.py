@@ -20,6 +20,7 @@ import torch
 from torch.autograd import DeviceType
 
 from sage_fast.algorithm.flops import flops
+from sage_fast.algorithm.rates import format_rates, rate_table
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
@@ -27,7 +28,6 @@ from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import full_rate, head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
-from sage_fast.tools.rates import format_rates, rate_table
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes, synchronize

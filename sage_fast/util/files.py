@@ -39,6 +39,8 @@ If a kill leaves one behind, it may be removed.
 
 VIDEOS = "videos.csv"
 """File that marks a folder of videos to score and compare; see `sage_fast.eval.videoset`."""
+HANGS = "hangs"
+"""Folder of what the ranks were doing when one failed; see `sage_fast.run.hang_dump`."""
 
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that is full, read-only or broken, or of a quota."""
@@ -442,12 +444,14 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
 
 
 def check_new_folder(folder: Path, option: str = "--folder") -> None:
-    """Check that a folder of an option is new or empty.
+    """Check that a folder of an option is new or empty. The dumps of a start that failed may stay.
 
     Raises:
         UserError: it is a file, or holds files.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (
+        not folder.is_dir() or any(path.name != HANGS for path in folder.iterdir())
+    ):
         raise UserError(
             f"{option} {str(folder)!r}: expected a new or an empty folder; nothing was changed"
         )

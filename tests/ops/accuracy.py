@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sage_fast.ops import implementation
-from sage_fast.tools.operators import OperatorResult, registered
+from sage_fast.ops._calls import registered
+from sage_fast.tools.operators import OperatorResult
 from tests.ops.checks import Kernels
 
 

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 from sage_fast.models.attention import sequence
 from sage_fast.models.lora import linear
 from sage_fast.ops import norm_modulate, norm_rotate
+from sage_fast.ops._calls import registered
 from sage_fast.ops._common import LIBRARY
 from sage_fast.ops._dispatch import REFERENCES
-from sage_fast.tools.operators import OPERATORS, inputs, registered
+from sage_fast.tools.operators import OPERATORS, inputs
 
 REFUSED = (NotImplementedError, RuntimeError)
 """What raises: ours, and that of PyTorch for an autograd function, which has no jvp and no

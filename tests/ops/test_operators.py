@@ -19,9 +19,10 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, sigma_schedule, transition_table
 from sage_fast.ops import implementation
+from sage_fast.ops._calls import registered
 from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
-from sage_fast.tools.operators import OPERATORS, UNIT, OperatorResult, inputs, registered, wrong
+from sage_fast.tools.operators import OPERATORS, UNIT, OperatorResult, inputs, wrong
 from tests.ops.accuracy import assert_accurate
 from tests.ops.checks import Kernels, check
 

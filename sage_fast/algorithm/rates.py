@@ -18,8 +18,8 @@ import torch
 from torch.autograd import DeviceType
 
 from sage_fast.models.attention.backends import is_attention, is_attention_backward
+from sage_fast.ops._calls import bytes_of_call, registered
 from sage_fast.ops._common import LIBRARY
-from sage_fast.tools.operators import bytes_of_call, registered
 
 MATMULS = {
     "mm": (0, 1),
