@@ -3,27 +3,14 @@ warning. README says so itself where code has changed since. It times nothing.""
 
 import json
 import re
-import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
 
+from scripts.result_age import TIMED, changed_files, commit_of, timed_code
+
 ROOT = Path(__file__).parent.parent
-OPERATORS = ("csrc", "kernels", "sage_fast/ops")
-MODEL = (*OPERATORS, "sage_fast/models", "sage_fast/rollout")
-PAPER = "configs/recipes/paper.yaml"
-ITERATION = (
-    *MODEL,
-    "sage_fast/trainer.py",
-    "sage_fast/algorithm",
-    "sage_fast/parallel/plain.py",
-    PAPER,
-)
-TIMED = {"rows": OPERATORS, "ceiling_flops_per_second": MODEL, "phases": ITERATION}
-"""Key in a benchmark's JSON -> the code it times; the last key that is there decides."""
-
-
 README = ROOT / "README.md"
 CHANGED = "The kernels have changed since these commits"
 """What README says where a timing is older than the code."""
@@ -52,18 +39,17 @@ def test_a_timing_is_of_the_code_as_it_is(page: Path, file: Path) -> None:
     """A page names the commit of a file; what has changed since is a warning. README then says that
     the code has changed."""
     result = json.loads(file.read_text(encoding="utf-8"))
-    commit = result["environment"]["commit"].removesuffix("+changes")
+    commit = commit_of(result)
+    assert commit is not None
     text = " ".join(page.read_text(encoding="utf-8").split())
     assert commit[:7] in text, f"{page}: name the commit of {file.name}, {commit[:7]}"
-    code = [paths for key, paths in TIMED.items() if key in result][-1]
-    command = ["git", "diff", "--name-only", commit, "--", *code]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
-    if made.returncode:
-        pytest.skip(f"no history here that reaches {commit}: {made.stderr.strip()}")
+    changed = changed_files(commit, timed_code(result))
+    if changed is None:
+        pytest.skip(f"no history here that reaches {commit}")
     old = (
         f"{page.name}: {file.name} was measured at {commit[:7]}; since then these "
-        f"changed:\n{made.stdout}"
+        f"changed:\n{chr(10).join(changed)}"
     )
-    if made.stdout:
+    if changed:
         assert page != README or CHANGED in text, old
         warnings.warn(old, stacklevel=1)

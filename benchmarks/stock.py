@@ -15,6 +15,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
+    _AttentionBackendRegistry,
     _check_attention_backend_requirements,
     _maybe_download_kernel_for_backend,
     dispatch_attention_fn,
@@ -24,6 +25,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention, check_attention
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.encoder import IMAGE_TOKENS
@@ -39,6 +41,10 @@ FLASH3 = "_flash_3_varlen_hub"
 FLASH4 = "flash_4_hub"
 """Attention backends by their names in diffusers. `FLASH3` takes a mask, `FLASH4` takes none."""
 
+LOCAL_FLASH4 = "flash"
+"""Name in diffusers' registry under which `load_kernel` puts the FlashAttention 4 that is installed
+here. By this name diffusers would call FlashAttention 2, which no path needs."""
+
 STOCK: dict[str, dict[str, Any]] = {
     "stock": {},
     "stock compiled": {"compiled": True},
@@ -49,13 +55,20 @@ STOCK: dict[str, dict[str, Any]] = {
     "tuned": {"kernel": CUDNN, "unmasked": True},
     "tuned compiled": {"kernel": CUDNN, "unmasked": True, "compiled": True},
     "tuned flash4 compiled": {"kernel": FLASH4, "unmasked": True, "compiled": True},
+    "local flash4 compiled": {"kernel": LOCAL_FLASH4, "unmasked": True, "compiled": True},
 }
 """Path -> how it runs diffusers' forward (`StockPolicy`). `stock` is diffusers as it comes, with
-masked attention; `tuned` is without the mask, by cuDNN's attention on a GPU."""
+masked attention; `tuned` is without the mask, by cuDNN's attention on a GPU. `local` is `tuned` by
+the kernel that our own forward takes, for a machine that cannot reach the Hub."""
 
 MERGED = {
     f"{path} merged": path
-    for path in ("tuned compiled", "tuned flash4 compiled", "stock flash3 compiled")
+    for path in (
+        "tuned compiled",
+        "tuned flash4 compiled",
+        "stock flash3 compiled",
+        "local flash4 compiled",
+    )
 }
 """Path of a rollout whose LoRA is merged into the weights -> its path in `STOCK`. It cannot train,
 and in bfloat16 it rounds a young adapter away (tests/test_merged.py)."""
@@ -161,13 +174,27 @@ def load_kernel(name: str) -> AttentionBackendName:
     the Hub.
 
     Raises:
-        Exception: whatever diffusers raises where the backend's package or kernel is missing.
+        Exception: whatever diffusers raises where the backend's package or kernel is missing; a
+            `UserError` if that is the installed FlashAttention 4.
     """
     backend = AttentionBackendName(name)
+    if name == LOCAL_FLASH4:
+        check_attention("flash4", torch.device("cuda"), torch.bfloat16)
+        register_attention(backend, ATTENTION["flash4"])
+        return backend
     # what `set_attention_backend` of a diffusers model does first
     _check_attention_backend_requirements(backend)
     _maybe_download_kernel_for_backend(backend)
     return backend
+
+
+def register_attention(backend: AttentionBackendName, attention: Attention) -> None:
+    """Let diffusers' registry call one of our attention kernels by the name of `backend`."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value)
+
+    _AttentionBackendRegistry.register(backend)(attend)
 
 
 def merged_copy(transformer: HunyuanVideo15Transformer3DModel) -> HunyuanVideo15Transformer3DModel:
@@ -259,14 +286,26 @@ class StockPolicy(HunyuanVideo15Policy):
         self.autocasts = any(p.dtype != self.dtype for p in transformer.parameters())
         self.masked: Any = HunyuanVideo15AttnProcessor2_0()
         self.unmasked: Any = UnmaskedProcessor() if unmasked and not padded else self.masked
-        if kernel is not None and self.device.type == "cuda":
-            backend = load_kernel(kernel)
+        if kernel is not None:
+            backend = self._backend(kernel)
             self.masked._attention_backend = backend
             self.unmasked._attention_backend = backend
         self.calls = [
             torch.compile(block._call_impl, dynamic=False) if compiled else None
             for block in transformer.transformer_blocks
         ]
+
+    def _backend(self, kernel: str) -> AttentionBackendName | None:
+        """Return diffusers' backend of this name; on a CPU what stands in for it, where None is
+        diffusers' own choice."""
+        if self.device.type == "cuda":
+            return load_kernel(kernel)
+        if kernel != LOCAL_FLASH4:
+            return None
+        # so that a rehearsal calls diffusers' registry as a GPU does
+        backend = AttentionBackendName(kernel)
+        register_attention(backend, ATTENTION[REFERENCE])
+        return backend
 
     def velocity(self, x: Tensor, inputs: Any) -> Tensor:
         pads = inputs.text.text_mask is not None or inputs.text.glyphs_mask is not None

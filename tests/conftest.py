@@ -78,6 +78,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Kernels of PyTorch that give the same bits each time, where it has them: attention's backward
+    adds by atomics otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 LONGEST = ("survive", "gpu_script", "engine_deepspeed", "ranks", "sequence", "distributed",
     "new_user", "resume",
            "operators", "bench", "cli", "fuzz")  # fmt: skip

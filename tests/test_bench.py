@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
 from sage_fast.config.loader import dump
+from sage_fast.models.attention.backends import ATTENTION, REFERENCE
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.cost import activation_bytes
@@ -509,6 +510,26 @@ def test_a_kernel_that_cannot_be_had_is_named_and_the_others_are_timed(
 
 def refuse(name: str) -> None:
     raise RuntimeError("no network")
+
+
+@pytest.mark.parametrize("path", ["local flash4 compiled", "local flash4 compiled merged"])
+def test_diffusers_calls_the_attention_kernel_that_is_installed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through its registry, once a block. On a CPU PyTorch's attention stands in."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    calls = []
+
+    def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        calls.append(query.shape)
+        return ATTENTION[REFERENCE].attend(query, key, value)
+
+    row = dataclasses.replace(ATTENTION[REFERENCE], attend=counted)
+    monkeypatch.setattr(stock_module, "ATTENTION", {REFERENCE: row})
+    rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
+    assert rung.check("forward", [path]) == {}
+    assert len(calls) == len(rung.transformer.transformer_blocks)
+    assert path in rung.stand_ins
 
 
 def test_merged_weights_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:

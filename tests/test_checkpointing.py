@@ -333,6 +333,24 @@ def test_blocks_may_differ_in_mode(mode: str, count: int) -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("mode", ["attention", "full"])
+def test_recomputation_gives_the_same_gradients_on_a_gpu(mode: str) -> None:
+    x, sigma, text = inputs(PROMPTS)
+    x, sigma = x.cuda(), sigma.cuda()
+    upstream, found = torch.randn_like(x), []
+    for chosen in (CheckpointPlan("none"), CheckpointPlan(mode, 2, 3)):
+        model = tiny_model(settings(), torch.bfloat16)
+        model.policy.transformer.cuda()
+        model.set_checkpointing(chosen)
+        v = model.policy.velocity(x, model.policy.condition(sigma, text))
+        v.backward(upstream.to(v.dtype))
+        found.append([p.grad for p in model.policy.parameters().values() if p.grad is not None])
+    assert len(found[0]) > 50
+    assert all(map(torch.equal, *found))
+
+
 def test_each_of_several_networks_recomputes_its_share() -> None:
     """A forward may run one of them alone, as experts of noise levels do: its activations have to
     fit too."""

@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
-from sage_fast.benchmarks.nsight import shallow
 from torch.utils._pytree import tree_leaves
 
 from sage_fast import cli
-from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
-from sage_fast.models.find import find_spec
-from sage_fast.models.registry import default_family
 from sage_fast.ops._dispatch import REFERENCES
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.checks import VERDICTS, Check
@@ -194,11 +190,3 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     check = found(doctor.tools(CPU), "C++ compiler")
     assert (check.verdict, check.found) == ("missing", "none; the C++ operators need it")
-
-
-def test_nsight_profiles_two_blocks_as_wide_as_those_of_the_default_model() -> None:
-    spec = shallow(default_family().randoms[0])
-    (network,) = (spec.meta(part) for part in spec.networks)
-    whole = find_spec(spec.path)
-    assert spec.attention_shape(SamplingConfig()) == whole.attention_shape(SamplingConfig())
-    assert len(network.transformer_blocks) == 2

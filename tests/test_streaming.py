@@ -111,6 +111,15 @@ def test_streamed_is_resident_to_the_bit(mode: CheckpointPlan, count: int) -> No
     assert stream.copied_bytes > 2 * stream.host_bytes
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_streamed_is_resident_to_the_bit_on_a_gpu(mode: CheckpointPlan) -> None:
+    gpu = torch.device("cuda")
+    expected = two_iterations(model_of(gpu, 0, mode), gpu)
+    assert_equal(two_iterations(model_of(gpu, BLOCKS, mode), gpu), expected)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_backward_may_run_in_another_thread(
     mode: CheckpointPlan, monkeypatch: pytest.MonkeyPatch
