@@ -16,9 +16,10 @@ from torch import Tensor
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.data import embeddings
 from sage_fast.data.embeddings import encode_cached
+from sage_fast.models.encoders import fingerprint
 from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.encoder import encoder_version
+from sage_fast.models.hunyuan15.encoder import ENCODING, PARTS
 from sage_fast.rewards.shipped.clip import CLIPScoreReward
 from sage_fast.rewards.shipped.videoalign import VideoAlignReward
 from sage_fast.testbed import BASE, BASE_I2V
@@ -521,7 +522,7 @@ def test_every_byte_of_an_encoder_counts(tmp_path: Path, part: str) -> None:
 
     def version() -> str | None:
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        return encoder_version(str(folder))
+        return fingerprint(str(folder), PARTS, ENCODING)
 
     sound = version()
     for place in (0, 4_097, 1_234_567, 2_999_000, 3_000_002):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.models.decoder import ParkedDecoder
+from sage_fast.models.encoders import place
 from sage_fast.models.find import find_spec
-from sage_fast.models.hunyuan15.encoder import place
 from sage_fast.models.load import load_model
 from sage_fast.parallel import fit
 from sage_fast.rewards.composite import CompositeReward

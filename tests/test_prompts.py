@@ -25,9 +25,10 @@ from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, metadata_of, negatives_of, read_prompts
 from sage_fast.eval.evaluation import prompts_and_seeds
 from sage_fast.loading import load_setup, resolve
+from sage_fast.models.encoders import fingerprint
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
+from sage_fast.models.hunyuan15.encoder import ENCODING, PARTS, load_encoder
 from sage_fast.models.interface import pass_lengths
 from sage_fast.models.load import load_model
 from sage_fast.trainer import Trainer
@@ -380,7 +381,6 @@ class Bright:
     def __call__(self, videos, prompts):
         return {"bright": videos.mean(dim=(1, 2, 3, 4))}
 """
-PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 def call(*words: str) -> tuple[int, str]:
@@ -522,14 +522,14 @@ def test_a_changed_encoder_is_not_served_what_another_gave(there: Path) -> None:
     assert embed()[0] == 0
     # another folder has another key
     assert len(list((there / "cache").glob("*.safetensors"))) == 2 * TEXTS
-    assert encoder_version("model") == encoder_version("same")
-    versions = {encoder_version("same")}
+    assert fingerprint("model", PARTS, ENCODING) == fingerprint("same", PARTS, ENCODING)
+    versions = {fingerprint("same", PARTS, ENCODING)}
     with (model / "text_encoder" / "model.safetensors").open("r+b") as weights:
         weights.seek(-100, 2)
         weights.write(b"\x3f")
-    versions.add(encoder_version("same"))
+    versions.add(fingerprint("same", PARTS, ENCODING))
     (model / "tokenizer_2" / "new.json").write_text("{}")
-    versions.add(encoder_version("same"))
+    versions.add(fingerprint("same", PARTS, ENCODING))
     assert len(versions) == 3
     shutil.copytree(model, there / "model", dirs_exist_ok=True)
     assert embed()[0] == 0
@@ -647,15 +647,15 @@ def test_the_version_on_the_hub_is_that_of_what_was_downloaded(
         )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     reachable.cache_clear()
-    offline = encoder_version("someone/tiny")
+    offline = fingerprint("someone/tiny", PARTS, ENCODING)
     assert offline is not None
     reachable.cache_clear()
     monkeypatch.setattr(
         HfApi, "model_info", lambda *given, **options: SimpleNamespace(siblings=siblings)
     )
-    assert encoder_version("someone/tiny") == offline
+    assert fingerprint("someone/tiny", PARTS, ENCODING) == offline
     siblings[:] = [file for file in siblings if not file.rfilename.startswith("vae/")]
-    assert encoder_version("someone/tiny") == offline
+    assert fingerprint("someone/tiny", PARTS, ENCODING) == offline
     siblings[:] = [file for file in siblings if file.rfilename != "text_encoder/config.json"]
-    assert encoder_version("someone/tiny") != offline
+    assert fingerprint("someone/tiny", PARTS, ENCODING) != offline
     reachable.cache_clear()

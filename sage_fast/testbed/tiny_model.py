@@ -18,15 +18,10 @@ from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
 from sage_fast.config.schema import SamplingConfig
+from sage_fast.models.encoders import fingerprint, load_network
 from sage_fast.models.hub import progress_bars_of
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.encoder import (
-    check_width,
-    encode_image,
-    encoder_version,
-    load_network,
-    try_images,
-)
+from sage_fast.models.hunyuan15.encoder import ENCODING, check_width, encode_image, try_images
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
@@ -216,6 +211,6 @@ class Testbed(HunyuanVideo15):
     def encoder_version(self) -> str | None:
         if not self.takes_images or is_random(self.path):
             return ""
-        own = encoder_version(self.path, ("image_encoder", "feature_extractor"))
-        vae = encoder_version(self.source("vae", self.path), ("vae",))
+        own = fingerprint(self.path, ("image_encoder", "feature_extractor"), ENCODING)
+        vae = fingerprint(self.source("vae", self.path), ("vae",), ENCODING)
         return None if own is None or vae is None else f"{own} {vae}"

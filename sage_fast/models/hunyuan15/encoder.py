@@ -1,18 +1,13 @@
-"""A checkpoint's encoders: load them without the rest, encode prompts and images, and fingerprint
-their files."""
+"""A checkpoint's encoders: load them without the rest, and encode prompts and images."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import accelerate
 import diffusers
 import torch
 import transformers
@@ -25,14 +20,11 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
     extract_glyph_texts,
     format_text_input,
 )
-from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HTTPError
-from huggingface_hub.file_download import repo_folder_name
 from PIL import Image
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable, stated_config
+from sage_fast.models.encoders import drawn, load_network, place
+from sage_fast.models.hub import progress_bars_of, reachable, stated_config
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import Encoder
 from sage_fast.util.captions import Caption
@@ -44,7 +36,6 @@ from sage_fast.util.encoders import (
     reading,
 )
 from sage_fast.util.environment import free_bytes
-from sage_fast.util.errors import UserError, first_line, reason
 from sage_fast.util.images import read_image
 
 ENCODERS = ("text_encoder", "text_encoder_2")
@@ -53,20 +44,12 @@ PARTS = (*ENCODERS, *TOKENIZERS)
 IMAGE_PARTS = ("image_encoder", "feature_extractor", "vae")
 IMAGE_TOKENS = 729
 """Tokens of an image in published checkpoints: SigLIP's 27 x 27 patches."""
-SCALED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
-"""Types of weights that mean nothing without scales, which another program keeps in its own way."""
-FILES_AT_ONCE = 4
-"""Number of files that a fingerprint reads at a time."""
-GIT_DIGITS = 40
-"""Length of the name of a blob that git hashes; the hub's large files have 64 digits."""
 ENCODING = 1
 """Version of `_encode`, part of the fingerprint: raise it when equal files give other embeddings.
 """
 TRIAL = Caption('"word"')
 """What the text encoders are tried with; ByT5 reads what is in quotes."""
 
-ENCODER_SHARE = 0.9
-"""Share of the free memory that encoders may take; the rest is for their activations."""
 BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
 """Bytes of English per token of the published tokenizer, and the length at which the pipeline
 truncates a prompt."""
@@ -130,25 +113,6 @@ def load_encoder(
     return lambda caption: _encode(pipeline, caption, device, size)
 
 
-def place(networks: Sequence[nn.Module], device: torch.device, free: float) -> None:
-    """Move encoders to the device; if they are larger than its free memory, the largest stays in
-    host memory, and its layers come to the device one by one for each prompt.
-
-    accelerate's hooks do that; the numbers are the same.
-
-    Args:
-        free: bytes of free memory.
-    """
-    sizes = [sum(p.nbytes for p in network.parameters()) for network in networks]
-    largest = networks[sizes.index(max(sizes))]
-    is_short = sum(sizes) > ENCODER_SHARE * free
-    for network in networks:
-        if network is largest and is_short:
-            accelerate.cpu_offload(network, device)
-        else:
-            network.to(device)
-
-
 def _class_names(index: Any, size: tuple[int, int] | None) -> dict[str, str]:
     """Return part -> name of its class in transformers, as model_index.json has it."""
     wanted = PARTS if size is None else (*PARTS, "image_encoder", "feature_extractor")
@@ -165,31 +129,6 @@ def _class_names(index: Any, size: tuple[int, int] | None) -> dict[str, str]:
             )
         found[part] = entry[1]
     return found
-
-
-def load_network(cls: Any, source: str, part: str, dtype: torch.dtype) -> Any:
-    """Load an encoder of a checkpoint, strictly.
-
-    Raises:
-        OSError: it lacks weights, which transformers would fill with random numbers, or holds some
-            of another shape or scaled ones.
-    """
-    for file in Path(source, part).glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            types = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
-        if odd := types & SCALED:
-            raise OSError(f"{part}/{file.name} holds weights in {odd.pop()}; expected floats")
-    network, found = cls.from_pretrained(
-        source, subfolder=part, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    if lacking := sorted(found["missing_keys"]):
-        raise OSError(f"{part} lacks {len(lacking)} weights, such as {lacking[0]}")
-    if found["mismatched_keys"]:  # transformers has filled these with random numbers too
-        key, stored, expected = min(found["mismatched_keys"])
-        raise OSError(
-            f"{part}: {key} has shape {list(stored)}; its config.json asks for {list(expected)}"
-        )
-    return network.eval()
 
 
 def _load_vae(source: str, dtype: torch.dtype, *, encodes: bool) -> Any:
@@ -276,83 +215,6 @@ def try_images(
     with reading(start, "vae"):
         frame = encode_image(pipeline, picture, size, device, dtype)["frame"]
         check_finite(frame, "vae", "a grey picture")
-
-
-def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
-    """Return a fingerprint of a checkpoint's encoders: every byte of their files, and the code that
-    runs them.
-
-    It reads whole files, several at a time: a sample would miss a damaged file that was mended, and
-    times and sizes are kept by `rsync -t` and `cp -p`. The published encoders, 16 GB, take about 10
-    s from memory or a fast disk.
-
-    None if a local checkpoint lacks one of the `parts`.
-
-    Raises:
-        UserError: the hub does not answer, or a file cannot be read.
-    """
-    source = reachable(path)
-    folder = Path(source)
-    if folder.is_dir():
-        if not all((folder / part).is_dir() for part in parts):
-            return None
-        files = {
-            file.relative_to(folder).as_posix(): _blob(file)
-            for part in parts
-            for file in (folder / part).rglob("*")
-            if file.is_file()
-        }
-        known = {}
-    else:
-        try:
-            found = (
-                HfApi().model_info(source, files_metadata=True, timeout=HUB_SECONDS).siblings or []
-            )
-        except (HTTPError, OSError) as error:
-            raise UserError(
-                f"model.path = {path!r}: the hub does not list its files: {first_line(error)}"
-            ) from error
-        listed = [file for file in found if file.rfilename.split("/")[0] in parts]
-        known = {
-            file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in listed
-        }
-        # What is in the cache is loaded from there, so that its own bytes count.
-        blobs = Path(
-            constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "blobs"
-        )
-        files = {name: blobs / blob for name, blob in known.items() if (blobs / blob).is_file()}
-    try:
-        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-            contents = known | dict(zip(files, pool.map(_content, files.values()), strict=True))
-    except OSError as error:
-        raise UserError(
-            f"model.path = {path!r}: cannot read the encoders: {reason(error)}"
-        ) from error
-    code = (ENCODING, diffusers.__version__, transformers.__version__)
-    described = repr((code, sorted(contents.items())))
-    return hashlib.sha256(described.encode()).hexdigest()[:32]
-
-
-def _blob(file: Path) -> Path:
-    """Return the file that a link of the hub's cache leads to, whose name tells how the hub hashes
-    it."""
-    if file.is_symlink() and file.readlink().parent.name == "blobs":
-        return file.parent / file.readlink()
-    return file
-
-
-def _content(file: Path) -> str:
-    """Return the hash of a whole file: its SHA-256, or for a small file of the hub's cache git's
-    SHA-1, as the hub has it.
-    """
-    is_git_blob = file.parent.name == "blobs" and len(file.name) == GIT_DIGITS
-    with file.open("rb") as opened:
-        if not is_git_blob:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-        content = opened.read()
-    return hashlib.sha1(
-        f"blob {len(content)}\0".encode() + content, usedforsecurity=False
-    ).hexdigest()
 
 
 def _check_tokens(pipeline: Any) -> None:
@@ -447,18 +309,11 @@ def random_encoder(config: Any, frame: Sequence[int] | None = None) -> Encoder:
 
     def encode(caption: Caption) -> TextEmbedding:
         tokens = min(1 + len(caption.text.encode()) // BYTES_OF_A_TOKEN, MAX_TOKENS)
-        (text,) = _drawn(caption.text, (tokens, config.text_embed_dim))
+        (text,) = drawn(caption.text, (tokens, config.text_embed_dim))
         embedding = TextEmbedding(text=text, glyphs=torch.zeros(0, config.text_embed_2_dim))
         if frame is None:
             return embedding
-        image, latents = _drawn(caption.image, (IMAGE_TOKENS, config.image_embed_dim), frame)
+        image, latents = drawn(caption.image, (IMAGE_TOKENS, config.image_embed_dim), frame)
         return dataclasses.replace(embedding, image=image, frame=latents)
 
     return encode
-
-
-def _drawn(name: str, *shapes: Sequence[int]) -> list[Tensor]:
-    """Return random tensors that follow from a name."""
-    digest = hashlib.sha256(name.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return [torch.randn(tuple(shape), generator=generator) for shape in shapes]

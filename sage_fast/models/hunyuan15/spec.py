@@ -27,6 +27,7 @@ from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES
+from sage_fast.models.encoders import fingerprint
 from sage_fast.models.hub import reachable, stated_config
 from sage_fast.models.hunyuan15 import encoder
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
@@ -328,7 +329,9 @@ class HunyuanVideo15(Spec):
 
     def encoder_version(self) -> str | None:
         parts = (*encoder.PARTS, *encoder.IMAGE_PARTS) if self.takes_images else encoder.PARTS
-        return "" if is_random(self.path) else encoder.encoder_version(self.path, parts)
+        if is_random(self.path):
+            return ""
+        return fingerprint(self.path, parts, encoder.ENCODING)
 
 
 def _number(value: object) -> str:
