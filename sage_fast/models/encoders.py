@@ -32,6 +32,27 @@ ENCODER_SHARE = 0.9
 """Share of the free memory that encoders may take; the rest is for their activations."""
 
 
+def classes_of(index: Any, parts: Sequence[str]) -> dict[str, Any]:
+    """Return part -> its class in transformers, as a pipeline's model_index.json names it.
+
+    Raises:
+        ValueError: it names none, or one that transformers does not have.
+    """
+    found = {}
+    for part in parts:
+        entry = index.get(part)
+        if not isinstance(entry, list | tuple) or len(entry) != 2 or not isinstance(entry[1], str):
+            raise ValueError(
+                f"{part} is {entry!r} in model_index.json; expected a package and a class"
+            )
+        if not hasattr(transformers, entry[1]):
+            raise ValueError(
+                f"{part} is a {entry[1]} in model_index.json, which transformers does not have"
+            )
+        found[part] = getattr(transformers, entry[1])
+    return found
+
+
 def load_network(cls: Any, source: str, part: str, dtype: torch.dtype) -> Any:
     """Load an encoder of a checkpoint, strictly.
 

@@ -13,6 +13,7 @@ from sage_fast.util.plugins import import_plugin
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
     "TestbedTransformer": "sage_fast.testbed.tiny_model:Testbed",
+    "WanTransformer3DModel": "sage_fast.models.wan.spec:Wan",
 }
 """Transformer class, as in config.json -> family.
 

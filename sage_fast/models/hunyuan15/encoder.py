@@ -10,7 +10,6 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 from diffusers import (
     AutoencoderKLHunyuanVideo15,
     HunyuanVideo15Pipeline,
@@ -23,7 +22,7 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.models.encoders import drawn, load_network, place
+from sage_fast.models.encoders import classes_of, drawn, load_network, place
 from sage_fast.models.hub import progress_bars_of, reachable, stated_config
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import Encoder
@@ -82,8 +81,8 @@ def load_encoder(
     with reading(start, "transformer"):
         widths: Any = AutoencoderKLHunyuanVideo15.load_config(source, subfolder="transformer")
     with reading(start, "model_index.json"):
-        names = _class_names(stated_config(cls, source), size)
-        kinds = {part: getattr(transformers, name) for part, name in names.items()}
+        wanted = PARTS if size is None else (*PARTS, "image_encoder", "feature_extractor")
+        kinds = classes_of(stated_config(cls, source), wanted)
     with progress_bars_of(source):
         for part, kind in kinds.items():
             with reading(start, part):
@@ -111,24 +110,6 @@ def load_encoder(
     if size is not None:
         try_images(pipeline, start, size, device, dtype)
     return lambda caption: _encode(pipeline, caption, device, size)
-
-
-def _class_names(index: Any, size: tuple[int, int] | None) -> dict[str, str]:
-    """Return part -> name of its class in transformers, as model_index.json has it."""
-    wanted = PARTS if size is None else (*PARTS, "image_encoder", "feature_extractor")
-    found = {}
-    for part in wanted:
-        entry = index.get(part)
-        if not isinstance(entry, list | tuple) or len(entry) != 2 or not isinstance(entry[1], str):
-            raise ValueError(
-                f"{part} is {entry!r} in model_index.json; expected a package and a class"
-            )
-        if not hasattr(transformers, entry[1]):
-            raise ValueError(
-                f"{part} is a {entry[1]} in model_index.json, which transformers does not have"
-            )
-        found[part] = entry[1]
-    return found
 
 
 def _load_vae(source: str, dtype: torch.dtype, *, encodes: bool) -> Any:
