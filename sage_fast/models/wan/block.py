@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import Attention
+from sage_fast.models.attention.sequence import TokenExchange
 from sage_fast.models.checkpointing import is_checkpointed
 from sage_fast.models.lora.linear import FeedForward, FusedLinear
 from sage_fast.ops.gated_norm import gated_norm
@@ -66,32 +67,32 @@ class WanBlock(nn.Module):
         modulation: Tensor,
         rotary: Tensor,
         attention: Attention,
-        cross_attention: Attention,
+        exchange: TokenExchange | None = None,
     ) -> Tensor:
         """Run one block; return the video tokens.
 
         Args:
-            video: `[B, N, d]` video tokens.
-            text: `[B, L, d]` text tokens.
+            video: `[B, N, d]` video tokens; where ranks share samples, those of this rank.
+            text: `[B, L, d]` text tokens, which every rank has whole.
             modulation: float32 `[1 or B, 6, d]`: shift, scale and gate of self-attention, then of
                 the feed-forward.
-            rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
-            attention: the kernel of self-attention.
-            cross_attention: that of cross-attention. It is another one where ranks share a sample:
-                each has the whole text.
+            rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin) of these video tokens.
+            attention: the attention kernel, of both attentions.
+            exchange: exchange of tokens for heads among ranks that share samples; None if they do
+                not.
         """
         batch, _, width = video.shape
         rows = modulation.expand(batch, 6, width).unbind(1)
         shift, scale, gate, ff_shift, ff_scale, ff_gate = rows
 
         video, normed = residual_norm(video, scale, shift, self.eps, pad=self.qkv.pad)
-        attended = self.out.unpadded(self._attend(normed, rotary, attention))
+        attended = self.out.unpadded(self._attend(normed, rotary, attention, exchange))
         weight = (self.norm2.weight - 1).expand(batch, width)
         bias = self.norm2.bias.expand(batch, width)
         video, normed = gated_norm(
             video, attended, gate, weight, bias, self.eps, pad=self.text_query.pad
         )
-        read = self.text_out.unpadded(self._read(normed, text, cross_attention))
+        read = self.text_out.unpadded(self._read(normed, text, attention))
         ungated = torch.ones_like(gate)
         video, normed = gated_norm(
             video, read, ungated, ff_scale, ff_shift, self.eps, pad=self.ff.up.pad
@@ -101,18 +102,22 @@ class WanBlock(nn.Module):
     omits_last_matmul = forward
     """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
 
-    def _attend(self, rows: Tensor, rotary: Tensor, attention: Attention) -> Tensor:
+    def _attend(
+        self,
+        rows: Tensor,
+        rotary: Tensor,
+        attention: Attention,
+        exchange: TokenExchange | None,
+    ) -> Tensor:
         """Attend among the video tokens; return `[B, N, d]`, before the output projection."""
         attn = self.attn1
         joint = self.qkv(rows).unflatten(2, (3, attn.heads, -1))
-        over_all_heads = joint.shape[3:]
-        query, key, value = norm_rotate(
-            joint,
-            video_query=attn.norm_q.weight.view(over_all_heads),
-            video_key=attn.norm_k.weight.view(over_all_heads),
-            rotary=rotary,
-            eps=self.eps,
-        )
+        query, key = (norm.weight.view(joint.shape[3:]) for norm in (attn.norm_q, attn.norm_k))
+        query, key, value = norm_rotate(joint, None, query, None, key, None, rotary, self.eps)
+        if exchange is not None:
+            # The norms are over all heads, so they come before the exchange.
+            heads = exchange.to_heads(torch.stack([query, key, value], dim=2))
+            return exchange.to_tokens(attention(*heads.unbind(2))).flatten(2)
         # A checkpoint keeps neither of them anyway.
         recomputed = recomputed_in_backward(query, key)
         with contextlib.nullcontext() if is_checkpointed() else recomputed:

@@ -73,14 +73,14 @@ class WanForward(nn.Module):
         hidden = model.patch_embedding(x).flatten(2).transpose(1, 2).contiguous()
         text = inputs.text.expand(batch, -1, -1)
         tokens = hidden.shape[1]
-        cross_attention = attention
+        exchange = None
         if sequence is not None:
-            attention = sequence.attention(attention, tokens, 0)
+            exchange = sequence.token_exchange(tokens)
             hidden = sequence.part(hidden)
             rotary = sequence.part(rotary[None])[0]
         for layer, block in enumerate(self.blocks):
             modulation = inputs.modulation[:, layer]
-            arguments = (hidden, text, modulation, rotary, attention, cross_attention)
+            arguments = (hidden, text, modulation, rotary, attention, exchange)
             if model.gradient_checkpointing and torch.is_grad_enabled():
                 hidden = model._gradient_checkpointing_func(block, *arguments)
             else:
