@@ -21,15 +21,22 @@ from typing import Any
 
 import torch
 
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.loader import load
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
+from sage_fast.models.interface import EMPTY_PROMPT
+from sage_fast.models.load import load_model
+from sage_fast.rewards import CompositeReward
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import settings, tiny_trainer
+from tests.tiny import CPU, BrightnessReward, keys_of, settings, tiny_trainer
+from tests.tiny_wan import SIZES as WAN_SIZES
+from tests.tiny_wan import write_tiny_wan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 DEMO, PAPER = CONFIGS / "demo.yaml", CONFIGS / "recipes" / "paper.yaml"
@@ -105,6 +112,15 @@ FEW = {
     "eval.steps": 2, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
 }  # fmt: skip
 
+WAN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "guidance": {"sampling__guidance_scale": 3.0, **TWO_UPDATES},
+    "full": {"model__tuning": "full"},
+    "checkpointed": {"model__gradient_checkpointing": "attention"},
+    "bfloat16": {"model__dtype": "bfloat16", "train__parity_gate": False},
+}
+"""Case -> settings of `tests.tiny` over a tiny Wan of each version, two iterations each."""
+
 RANKS: dict[str, dict[str, Any]] = {
     "plain": {}, "zero2": {"train.engine": "zero2"}, "zero3": {"train.engine": "zero3"},
     "zero3-full": {"train.engine": "zero3", "model.tuning": "full"},
@@ -153,6 +169,22 @@ def loaded(file: Path, overrides: dict[str, Any]) -> str:
     return digest([trainer.iteration(0), evaluate(setup, iteration=1)[0]], trainer)
 
 
+def wan(version: str, overrides: dict[str, Any]) -> str:
+    """Two iterations of a tiny Wan, whose prompts its own encoder embeds."""
+    height, width = WAN_SIZES[version]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_wan(Path(folder) / "wan", version)
+        size = {"sampling__height": height, "sampling__width": width, "model__path": str(path)}
+        config = settings(**size | overrides)
+        model = load_model(config.model, config.sampling, CPU, config.seed)
+        encode = model.load_encoder(config.sampling)
+    keys = keys_of(["a red kite", "snow falls", "an otter on the snow"])
+    embeddings = {key: encode(Caption(key.text)) for key in [*keys, EMPTY_PROMPT]}
+    reward = CompositeReward(BrightnessReward(), config.reward)
+    trainer = Trainer(ResolvedConfig(config), model, reward, keys, embeddings)
+    return digest([trainer.iteration(index) for index in range(2)], trainer)
+
+
 def resumed() -> str:
     """The second of two iterations, in a trainer that has loaded the checkpoint of the first."""
     config = settings(**FRAMES, train__ema_decay=0.9, train__weight_decay=0.01)
@@ -187,6 +219,8 @@ def cases() -> Iterator[tuple[str, Callable[[], str]]]:
         yield name, lambda overrides=overrides: tiny(overrides)
     for name, (file, overrides) in LOADED.items():
         yield name, lambda file=file, overrides=overrides: loaded(file, overrides)
+    for version, name in itertools.product(WAN_SIZES, WAN):
+        yield f"wan{version}-{name}", lambda v=version, name=name: wan(v, WAN[name])
     yield "resumed", resumed
     for name in RANKS:
         yield f"two-ranks-{name}", lambda name=name: on_two_ranks(name)

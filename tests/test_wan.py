@@ -27,11 +27,9 @@ from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU
-from tests.tiny_wan import SHIFT, VAES, write_tiny_wan
+from tests.tiny_wan import SHIFT, SIZES, VAES, write_tiny_wan
 
 PROMPTS = ["snow falls on a quiet village", "a red kite"]
-SIZES = {"2.1": (64, 48), "2.2": (64, 96)}
-"""Version -> (height, width)."""
 
 
 class Euler(FlowMatchEulerDiscreteScheduler):

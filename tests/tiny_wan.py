@@ -46,6 +46,9 @@ VAES: dict[str, dict[str, Any]] = {
 }
 """Version -> arguments of its autoencoder. That of 2.2 works on patches of 2 x 2 pixels."""
 
+SIZES = {"2.1": (64, 48), "2.2": (64, 96)}
+"""Version -> (height, width) of small videos."""
+
 
 def tiny_tokenizer() -> T5TokenizerFast:
     """A unigram model of letters and a few words."""
