@@ -257,7 +257,11 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     ),
     *(
         Specialisation(
-            kernel="_norm_rotate_bwd_kernel", heads=heads, all_heads=True, part=part, **types,
+            kernel="_norm_rotate_bwd_kernel",
+            heads=heads,
+            all_heads=True,
+            part=part,
+            **types,
             sums="weights" in types,
         )
         for heads in HEADS_TOGETHER
@@ -370,6 +374,7 @@ def _flags_and_options(s: Specialisation, arch: int) -> tuple[dict[str, Any], di
         "WIDTH": 2048,
         "MODULATION": s.sums,
         "WEIGHTS": s.sums,
+        # those that normalise all heads together have no text in this attention
         "TEXT": not s.all_heads,
         "ROWS": rows,
         "RESIDUAL": s.residual,

@@ -353,9 +353,9 @@ def rows_of_programs(
 
     With partial `sums`, the batch has at most 3/4 MAX_PROGRAMS programs, or one per sample: a GPU
     of 132 multiprocessors, each with registers for three of up to 8 `warps`, two of 16 or one of
-    32, runs them at once. Otherwise a program has one row, or a few if there are many times more rows than a GPU holds programs, which reads
-    scale and shift less often. The kernels are compiled for the rows per program: a loop of unknown
-    length takes them a quarter more registers.
+    32, runs them at once. Otherwise a program has one row, or a few if there are many times more
+    rows than a GPU holds programs, which reads scale and shift less often. The kernels are compiled
+    for the rows per program: a loop of unknown length takes them a quarter more registers.
     """
     limit = 8 * MAX_PROGRAMS
     if sums:

@@ -37,9 +37,7 @@ def _store_heads(ptr, start, values, heads, width, HEADS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def _weight(
-    ptr, heads, width, ALL_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
-):
+def _weight(ptr, heads, width, ALL_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """Load the weight of a norm, `[HEADS, WIDTH]`, or `[WIDTH]` if every head has the same."""
     if ALL_HEADS:
         weight = _heads(ptr, 0, width, heads, width, HEADS, WIDTH)
@@ -59,11 +57,7 @@ def _weighted(x, weight, ALL_HEADS: tl.constexpr):
 @triton.jit
 def _mean(x, heads, width, ALL_HEADS: tl.constexpr):
     """Average over what is normalised together: a scalar, or `[HEADS, 1]`."""
-    if ALL_HEADS:
-        mean = tl.sum(x) / (heads * width)
-    else:
-        mean = tl.sum(x, axis=1)[:, None] / width
-    return mean
+    return tl.sum(x) / (heads * width) if ALL_HEADS else tl.sum(x, axis=1)[:, None] / width
 
 
 @triton.jit
@@ -170,8 +164,8 @@ def _norm_rotate_bwd_kernel(
 
     One part per launch needs fewer registers. With WEIGHTS, also store this program's sums for both
     weights: partial `[B, programs, 2, D]`, or `[B, programs, 2, H, D]` with ALL_HEADS. Without
-    TEXT all tokens are video, and registers hold no sum for the text's weight: 40 heads of 128
-    together would spill it on sm_100.
+    TEXT all tokens are video, and no registers hold a sum for the text's weight: with it, 40 heads
+    of 128 together spill on sm_100.
     """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
@@ -201,8 +195,8 @@ def _norm_rotate_bwd_kernel(
                 slope = _mean(inner * normed, heads, width, ALL_HEADS)
                 dx = rstd * (inner - normed * slope)
                 _store_heads(d_joint_ptr, first + PART * row, dx, heads, width, HEADS, WIDTH)
-            elif TEXT:
-                if WEIGHTS:
+            else:
+                if WEIGHTS and TEXT:
                     text_sum += _over_heads(grad * normed, ALL_HEADS)
                 weight = _weight(text_weight_ptr, heads, width, ALL_HEADS, HEADS, WIDTH)
                 inner = _weighted(grad, weight, ALL_HEADS)

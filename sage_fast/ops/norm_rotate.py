@@ -5,12 +5,13 @@
     (a, b) -> (a cos - b sin, a sin + b cos)    for each pair of neighbouring channels of y
 
 The shape of the weights says what is normalised together: with `[D]` each head by itself, with
-`[H, D]` all heads of a token. This replaces four norms, two rotations and two concatenations. One
-tensor holds the queries, keys and values of both streams: the projection of the video tokens leaves
-rows for the text. So attention reads the values where the projection wrote them, and all three
-gradients form one tensor, which the projection's backward reads whole. Autograd saves only the
-inputs. Attention saves the queries and keys too, unless it is called within
-`recomputed_in_backward`.
+`[H, D]` all heads of a token.
+
+This replaces four norms, two rotations and two concatenations. One tensor holds the queries, keys
+and values of both streams: the projection of the video tokens leaves rows for the text. So
+attention reads the values where the projection wrote them, and all three gradients form one tensor,
+which the projection's backward reads whole. Autograd saves only the inputs. Attention saves the
+queries and keys too, unless it is called within `recomputed_in_backward`.
 """
 
 from __future__ import annotations
@@ -295,8 +296,8 @@ def norm_rotate_backward_reference(
     eps: float,
     weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients in joint, and float32 `[4, *weight.shape]` in the weights in their order; `[0,
-    ...]` unless `weights`."""
+    """Gradients in joint, and float32 `[4, D]` or `[4, H, D]` in the weights in their order; no row
+    of the latter unless `weights`."""
     dtype, tokens = compute_dtype(joint), len(rotary)
     dims = _normed_dims(video_query)
     # of [B, S, H, D] to the shape of a weight

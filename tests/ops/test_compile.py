@@ -340,8 +340,8 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
     all_heads = given.get("ALL_HEADS", False)
     return Specialisation(
         kernel=kernel, x=x, v=v, all_heads=all_heads,
-        heads=HEADS_TOGETHER[-1] if all_heads else 16, guidance=present["v_uncond"], anchor=present["v_anchor"],
-        old=present["v_old"],
+        heads=HEADS_TOGETHER[-1] if all_heads else 16,
+        guidance=present["v_uncond"], anchor=present["v_anchor"], old=present["v_old"],
         beta=given.get("HAS_BETA", False), one_step=given.get("STEP_STRIDE") == 0,
         outputs=given.get("OUTPUTS", 0),
         weights=None if weights == x else weights, part=given.get("PART", 0),
