@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -394,6 +395,61 @@ def test_random_weights_are_drawn_without_those_of_the_class(
     )
     random_module(Wan("random:wan-tiny"), "denoiser", torch.float32, CPU)
     assert not filled
+
+
+def is_autocast(policy: Policy) -> bool:
+    return policy._autocast()._enabled
+
+
+def test_weights_kept_in_float32_do_not_turn_on_autocast(folder: Path) -> None:
+    """Wan's first weight is one of them. The network runs as in diffusers: autocast would round the
+    modulation, which is added in float32."""
+    config = dataclasses.replace(config_of(folder).model, dtype="bfloat16")
+    policy = load_model(config, SamplingConfig(), CPU, 0).policy
+    name, first = next(policy.named_parameters())
+    assert (name, first.dtype) == ("scale_shift_table", torch.float32)
+    assert not is_autocast(policy)
+
+    stock = WanTransformer3DModel.from_pretrained(folder / "wan" / "denoiser", dtype=torch.bfloat16)
+    x, text = torch.randn(1, 16, 3, 4, 4), torch.randn(1, WORDS, WIDTH)
+    sigma = torch.tensor([0.7])
+    with torch.no_grad():
+        found = policy.velocity(x, Inputs(sigma=sigma, text=text))
+        (expected,) = stock(x.bfloat16(), 1000 * sigma, text.bfloat16(), return_dict=False)
+    assert torch.equal(found, expected)
+
+
+def test_float32_weights_with_bfloat16_activations_run_under_autocast(folder: Path) -> None:
+    """Full fine-tuning trains all weights in float32, also those that diffusers would keep so."""
+    config = dataclasses.replace(config_of(folder).model, tuning="full", dtype="bfloat16")
+    policy = load_model(config, SamplingConfig(), CPU, 0).policy
+    assert {p.dtype for _, p in policy.named_parameters()} == {torch.float32}
+    assert is_autocast(policy)
+
+
+def test_autocast_follows_a_change_of_the_weights_and_reads_them_all_only_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may round them after a first forward: here all but those that diffusers keeps in
+    float32."""
+    config = dataclasses.replace(config_of(folder).model, tuning="full", dtype="bfloat16")
+    policy = load_model(config, SamplingConfig(), CPU, 0).policy
+    network = policy.networks["denoiser"]
+    reads = Mock(side_effect=network.modules)
+    monkeypatch.setattr(network, "modules", reads)
+    assert [is_autocast(policy) for _ in range(3)] == [True] * 3
+    assert reads.call_count == 1
+
+    for name, p in network.named_parameters():
+        if not {*name.split(".")} & {*network._keep_in_fp32_modules}:
+            p.data = p.data.bfloat16()
+    assert next(network.parameters()).dtype == torch.float32
+    assert [is_autocast(policy) for _ in range(3)] == [False] * 3
+    assert reads.call_count == 2
+
+    for p in network.parameters():
+        p.data = p.data.float()
+    assert is_autocast(policy)
 
 
 def test_streamed_blocks_leave_buffers_on_the_device(folder: Path) -> None:

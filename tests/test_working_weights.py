@@ -56,13 +56,14 @@ def train_settings(name: str, **overrides: Any) -> TrainConfig:
 
 
 def mixed_policy(name: str) -> HunyuanVideo15Policy:
-    """Activations in bfloat16; trained weights in float32, with values that bfloat16 does not
-    hold."""
+    """Activations in bfloat16, and the dtypes of `load_model`: trained weights in float32, with
+    values that bfloat16 does not hold, and the base of an adapter in bfloat16."""
     policy = tiny_model(settings(model__tuning=name.split()[0])).policy
     policy.dtype = policy.forward.dtype = torch.bfloat16
+    if policy.trains_adapter:
+        for p in policy.transformer.parameters():
+            p.data = p.data if p.requires_grad else p.data.bfloat16()
     freeze_dead_ends(policy.transformer)
-    for p in policy.transformer.parameters():
-        p.data = p.data if p.requires_grad else p.data.bfloat16()
     return policy
 
 

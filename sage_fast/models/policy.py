@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -102,13 +102,48 @@ def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, object]) -
         )
 
 
+class _Weight(NamedTuple):
+    """A weight by the module that holds it, where an engine may put another tensor."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = self.module._parameters[self.name]
+        assert tensor is not None
+        return tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
+class _StoredDtype(NamedTuple):
+    """The dtype of the weights.
+
+    Attributes:
+        weight: one that has it.
+        dtype: its dtype when all weights were read.
+        activations: the policy's dtype then.
+    """
+
+    weight: _Weight
+    dtype: torch.dtype
+    activations: torch.dtype
+
+    def holds(self, activations: torch.dtype) -> bool:
+        """Whether neither dtype has changed since."""
+        return self.weight.dtype == self.dtype and self.activations == activations
+
+
 class Policy:
     """A velocity field with trainable weights. Each model's subclass implements `velocity` and
     `conditioning_table`.
 
     Args:
         networks: part of a checkpoint -> network, on its device.
-        dtype: dtype of activations. Weights stored in another dtype run under autocast.
+        dtype: dtype of activations. If no weight is stored in it, forwards run under autocast.
         guidance_scale: classifier-free guidance; 1 runs only the conditional pass.
 
     Attributes:
@@ -137,6 +172,7 @@ class Policy:
         self.sequence: Any = None
         self.uses_all_weights = False
         self.stream: BlockStream | None = None
+        self._stored: _StoredDtype | None = None
 
     @property
     def device(self) -> torch.device:
@@ -219,10 +255,30 @@ class Policy:
             self.guidance_scale = before
 
     def _autocast(self) -> torch.autocast:
-        """Return an autocast context, enabled if weights are stored in another dtype than the
-        activations'."""
-        weights = next(p for _, p in self.named_parameters()).dtype
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=weights != self.dtype)
+        """Return an autocast context, enabled if no weight is stored in the activations' dtype.
+
+        A network may keep some of its weights in float32 beside those (diffusers'
+        `_keep_in_fp32_modules`), and then computes with them in float32.
+        """
+        # Every forward asks. Engines round all matrices or none, so that one weight tells whether
+        # all have to be read again.
+        known = self._stored
+        if known is None or not known.holds(self.dtype):
+            self._stored = known = self._read_stored_dtype()
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=known.dtype != self.dtype)
+
+    def _read_stored_dtype(self) -> _StoredDtype:
+        """Return the largest weight in the activations' dtype, or of all weights where none has
+        it."""
+        weights = []
+        for network in self.networks.values():
+            for module in network.modules():
+                for name, p in module._parameters.items():
+                    if p is not None:
+                        weights.append(_Weight(module, name))
+        fitting = [weight for weight in weights if weight.dtype == self.dtype]
+        largest = max(fitting or weights, key=lambda weight: weight.tensor.numel())
+        return _StoredDtype(largest, largest.dtype, self.dtype)
 
     # -- weights -----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class HunyuanVideo15Policy(Policy):
 
     Args:
         transformer: any instance of the diffusers class, on its device.
-        dtype: dtype of activations. Weights stored in another dtype run under autocast.
+        dtype: dtype of activations. If no weight is stored in it, forwards run under autocast.
         guidance_scale: classifier-free guidance; 1 runs only the conditional pass.
     """
 
