@@ -50,9 +50,9 @@ path of something that is there is taken as it is, with any `$` and `~` in it.
 COMMAND_LINE = """# Commands
 
 What every command does and takes. One with `--SETTING VALUE` in its usage takes every setting of
-[settings.md](settings.md). The exit status is 0, 2 for a user's mistake, 1 for a failed run, 130
-after Ctrl-C. Every command takes `--help`. `python -m scripts.reference` writes this page from the
-help texts.
+[settings.md](settings.md). Where such a command has `--folder`, `--output` means the same. The exit
+status is 0, 2 for a user's mistake, 1 for a failed run, 130 after Ctrl-C. Every command takes
+`--help`. `python -m scripts.reference` writes this page from the help texts.
 """
 
 

@@ -708,7 +708,7 @@ def test_what_is_no_command_points_to_what_there_is(
 @pytest.mark.parametrize(
     ("words", "unknown"),
     [
-        (["export", "run", "--output", "out"], "option --output"),
+        (["compare", "run", "--output", "out"], "option --output"),
         (["compare", "--sampling.eta", "3", "run"], "option --sampling.eta"),
         (["compare", "run", "--train.seed=3"], "option --train.seed"),
         (["doctor", "extra"], "argument extra"),
@@ -760,6 +760,52 @@ def test_a_file_is_no_folder(
         assert "--folder 'file': a file; expected a folder" in capsys.readouterr().err
     assert main(["train", str(PAPER), "--output", "file"]) == 2
     assert "output = 'file': a file; expected a new or empty folder" in capsys.readouterr().err
+
+
+def test_output_is_the_folder_that_a_command_writes(
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As for `train`; and it is no setting of the run that is sampled."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACE", "of the environment")
+    sample = ["sample", str(finished_run), "--prompt", "a small red ball moves left slowly"]
+    assert main([*sample, "--quiet", "--output=$PLACE/videos"]) == 0
+    assert list(Path("of the environment/videos").glob("*.mp4"))
+    assert main(["export", str(finished_run), "--output", "exported"]) == 0
+    assert Path("exported", "README.md").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"of the environment", "exported"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sample", str(PAPER), "--prompt", "a small red ball", "--folder", "one"],
+        ["eval", str(PAPER), "--folder", "one"],
+        ["profile", str(PAPER), "--folder", "one"],
+        ["export", ".", "one"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_is_named_once(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--output", "two"]) == 2
+    error = capsys.readouterr().err
+    assert "'one'" in error
+    assert "--output 'two': both name the folder to write; give one" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_without_a_folder_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "."]) == 2
+    assert "no FOLDER is given" in capsys.readouterr().err
 
 
 def test_a_mistyped_run_gets_the_nearest_one(

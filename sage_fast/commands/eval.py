@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_fast.commands.sources import Source, labelled, labelled_sources, load_run
+from sage_fast.commands.sources import Source, labelled, labelled_sources, load_run, split_output
 from sage_fast.config.loader import leaves, load
 from sage_fast.config.places import placed_plugin
 from sage_fast.config.schema import Config
@@ -64,7 +64,7 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Evaluate the sources; print the table, and the page's file if there is one."""
-    folder = options.folder
+    folder, settings = split_output(options, overrides)
     if folder is None and options.json is None:
         # alike on all ranks, which have yet to join
         names = (Path(f"evaluation-{i}" if i > 1 else "evaluation") for i in itertools.count(1))
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
     found = evaluate(
         labelled(options.source),
-        overrides,
+        settings,
         scorer=options.scorer,
         folder=folder,
         json=options.json,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from sage_fast.commands.sources import existing
 from sage_fast.util.console import heavy_imports
-from sage_fast.util.errors import printable
+from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import check_new_folder
 from sage_fast.util.paths import TypedFile, TypedPath
 
@@ -19,7 +19,8 @@ def add_arguments(add: Callable[..., object]) -> None:
         metavar="RUN",
         help="run folder, whose newest weights are used, or a checkpoint in one",
     )
-    add("folder", type=TypedFile, metavar="FOLDER", help="new or empty folder")
+    add("folder", type=TypedFile, nargs="?", metavar="FOLDER", help="new or empty folder")
+    add("--output", type=TypedFile, metavar="FOLDER", help="the same as FOLDER")
     add(
         "--base",
         metavar="HUB_ID",
@@ -29,8 +30,16 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     run = existing(options.run, "a run folder, or a checkpoint in one")
-    check_new_folder(options.folder, "folder")
+    if options.folder is not None and options.output is not None:
+        raise UserError(
+            f"FOLDER {str(options.folder)!r} and --output {str(options.output)!r}: both name the "
+            "folder to write; give one"
+        )
+    folder = options.folder or options.output
+    if folder is None:
+        raise UserError("no FOLDER is given; expected a new or empty one, as in export RUN FOLDER")
+    check_new_folder(folder, "folder")
     with heavy_imports("export"):
         from sage_fast.commands.export_formats import export
 
-    print(printable("\n".join(map(str, export(run, options.folder, options.base)))))
+    print(printable("\n".join(map(str, export(run, folder, options.base)))))

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from sage_fast.commands.sources import check_folder, load_source
+from sage_fast.commands.sources import check_folder, load_source, split_output
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedFile, TypedPath
+
+FOLDER = "profile"
 
 
 def add_arguments(add: Callable[..., object]) -> None:
@@ -18,7 +21,7 @@ def add_arguments(add: Callable[..., object]) -> None:
         metavar="CONFIG",
         help="YAML file, or a run folder (its weights are used)",
     )
-    add("--folder", type=TypedFile, default="profile", help="where the files go (default: profile)")
+    add("--folder", type=TypedFile, help=f"where the files go (default: {FOLDER})")
     add("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     add(
         "--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu"
@@ -36,11 +39,13 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
+    folder, settings = split_output(options, overrides)
+    options.folder = folder or Path(FOLDER)
     check_folder(options.folder)
     if options.signal is None and options.against is None:
-        _profile(options, overrides)
+        _profile(options, settings)
     else:
-        _measure_signal(options, overrides)
+        _measure_signal(options, settings)
 
 
 def _profile(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.commands.sources import Source, as_typed, check_folder, load_source
+from sage_fast.commands.sources import Source, as_typed, check_folder, load_source, split_output
 from sage_fast.config.loader import leaves
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt, read_prompts
@@ -44,7 +44,6 @@ def add_arguments(add: Callable[..., object]) -> None:
     add(
         "--folder",
         type=TypedFile,
-        default=FOLDER,
         help=f"where the MP4 files go (default: {FOLDER})",
     )
     add("--quiet", action="store_true", help="no progress bar")
@@ -54,10 +53,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Sample the prompts of the options, and print the video files."""
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
+    folder, settings = split_output(options, overrides)
     prompts = _given(options.prompt, options.image)
     if options.prompts:
         prompts += read_prompts(options.prompts)
-    files = _sample(options.config, overrides, prompts, options.folder)
+    files = _sample(options.config, settings, prompts, folder or Path(FOLDER))
     if speaks():
         print(printable("\n".join(map(str, files))))
 

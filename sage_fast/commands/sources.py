@@ -5,6 +5,7 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import logging
@@ -197,16 +198,39 @@ def load_source(command: str, source: str | Config, overrides: Mapping[str, Any]
     return config
 
 
-def check_folder(folder: Path) -> None:
-    """Check a command's --folder.
+def check_folder(folder: Path, option: str = "--folder") -> None:
+    """Check the folder that an option gives to a command.
 
     Raises:
         UserError: it is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(
-            f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing"
+            f"{option} {str(folder)!r}: a file; expected a folder; it is created if missing"
         )
+
+
+def split_output(
+    options: argparse.Namespace, overrides: Mapping[str, str]
+) -> tuple[Path | None, dict[str, str]]:
+    """Return the folder that a command writes, by --folder or by --output, and the settings.
+
+    `output` is a setting, the folder of a run. For a command that makes no run it means the
+    command's own folder.
+
+    Raises:
+        UserError: both are given, or as `expanded`.
+    """
+    settings = dict(overrides)
+    output = settings.pop("output", None)
+    if output is None:
+        return options.folder, settings
+    if options.folder is not None:
+        raise UserError(
+            f"--folder {str(options.folder)!r} and --output {output!r}: both name the folder to "
+            "write; give one"
+        )
+    return Path(expanded(output)), settings
 
 
 def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
