@@ -19,6 +19,7 @@ from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import (
     check_captions,
     check_prompt_sets,
+    idle_negatives,
     notes_on_prompts,
     shared_prompts,
 )
@@ -28,6 +29,7 @@ from sage_fast.data.prompts import (
     configured_prompts,
     metadata_of,
     negatives_of,
+    with_negative,
 )
 from sage_fast.models.decoder import ParkedDecoder
 from sage_fast.models.find import find_spec
@@ -202,7 +204,8 @@ def load_setup(
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)
     else:
-        train_prompts = eval_prompts = [_as_prompt(prompt) for prompt in prompts]
+        given = [_as_prompt(prompt) for prompt in prompts]
+        train_prompts = eval_prompts = with_negative(given, config.data)
     all_prompts = [*train_prompts, *eval_prompts]
     keys = [prompt.key for prompt in train_prompts]
     eval_keys = [prompt.key for prompt in eval_prompts]
@@ -308,11 +311,9 @@ def _notes(
         are_given: whether the prompts are not those of the settings.
     """
     notes = []
-    has_negatives = bool(negatives_of([*train_prompts, *eval_prompts]))
-    if has_negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
-        notes.append(
-            "negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off"
-        )
+    idle = idle_negatives(config, [*train_prompts, *eval_prompts])
+    if idle:
+        notes.append(idle)
     notes += notes_on_prompts(train_prompts, eval_prompts)
     if are_given:
         return notes

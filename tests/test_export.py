@@ -1,5 +1,6 @@
 """Exported weights: equal updates in every layout, in peft and in diffusers, with a card."""
 
+import ast
 import dataclasses
 import json
 import re
@@ -486,6 +487,23 @@ def test_the_card_names_the_scale_of_the_evaluations(tmp_path: Path) -> None:
     assert f"evaluated at guidance scale 6 with {config.eval.steps} steps of the ODE" in " ".join(
         card.split()
     )
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+def test_the_card_passes_the_negative_prompt_to_the_pipeline(scale: float) -> None:
+    """In quotes of Python, if guidance reads it."""
+    negative = '\u8272\u8c03 "bright", worst\nquality'
+    config = settings(sampling__guidance_scale=scale, data__negative_prompt=negative)
+    card = model_card(
+        RunFolder("none"), config, find_spec("testbed"), iteration=1, base=None, files=[]
+    )
+    (call,) = [line for line in card.splitlines() if line.startswith("video = pipe(")]
+    call = call.removeprefix("video = ").removesuffix(".frames[0]")
+    (node,) = ast.parse(call).body
+    assert isinstance(node, ast.Expr)
+    assert isinstance(node.value, ast.Call)
+    given = {word.arg: ast.literal_eval(word.value) for word in node.value.keywords}
+    assert given.get("negative_prompt") == (None if scale == 1 else negative)
 
 
 def message(*command: str, capsys: pytest.CaptureFixture[str], status: int = 2) -> str:

@@ -22,7 +22,13 @@ from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import dump, load
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
-from sage_fast.data.prompts import Prompt, metadata_of, negatives_of, read_prompts
+from sage_fast.data.prompts import (
+    Prompt,
+    configured_prompts,
+    metadata_of,
+    negatives_of,
+    read_prompts,
+)
 from sage_fast.eval.evaluation import prompts_and_seeds
 from sage_fast.loading import load_setup, resolve
 from sage_fast.models.encoders import fingerprint
@@ -35,6 +41,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
+from tests.test_cli import CONFIGS
 from tests.test_docs import REPOSITORY, blocks
 from tests.tiny import CPU, arguments, captions, embeddings, keys_of, settings, tiny_model
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -354,6 +361,98 @@ def test_seeds_of_prompts(files: Path) -> None:
     assert not any("guidance" in note for note in setup.model.notes)
     unguided = load_setup(resolve(tiny_config(sampling__guidance_scale=1.0)))
     assert any("negative prompts have no effect" in note for note in unguided.model.notes)
+
+
+def trained(words: list[str], folder: str) -> tuple[Any, list[Any]]:
+    """The metrics of a run of one iteration, and the scores of its evaluations."""
+    assert main(["train", "c.yaml", "--quiet", "--output", folder, *words]) == 0
+    scores = [read_json(Path(folder, "eval", f"{name}.json")) for name in ("before", "after")]
+    rows = read_metrics(Path(folder, "metrics.jsonl"))
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows], scores
+
+
+def test_a_negative_prompt_for_all_prompts(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is worth as much as the same one in every record, in training, evaluations and samples; a
+    record's own wins."""
+    config = tiny_config(
+        train__iterations=1,
+        train__prompts_per_iteration=2,
+        train__group_size=2,
+        sampling__steps=2,
+        eval__steps=2,
+        tracking__trackers=[],
+    )
+    config = dataclasses.replace(config, reward=load(CONFIGS / "demo.yaml").reward)
+    Path("c.yaml").write_text(dump(config))
+    everywhere = "a big green ball moves left slowly"
+    in_settings = ["--data.negative_prompt", f" {everywhere} "]
+    found = trained(in_settings, "settings")
+    without = trained([], "without")
+
+    for name in ("train.jsonl", "heldout.jsonl"):
+        records = [json.loads(line) for line in Path(name).read_text().splitlines()]
+        lines = [json.dumps({"negative_prompt": everywhere} | record) for record in records]
+        Path(f"own-{name}").write_text("\n".join(lines))
+    in_files = ["--data.prompts", "own-train.jsonl", "--data.eval_prompts", "own-heldout.jsonl"]
+    assert trained(in_files, "files") == found
+    assert without[1][0]["reward"] != found[1][0]["reward"]
+    assert found[1][0]["negatives"] == {RED.text: LONG.text, GREEN.text: everywhere}
+
+    videos = []
+    for words in (["settings"], ["without"], ["without", *in_settings]):
+        folder = f"samples-{len(videos)}"
+        sample = ["sample", *words, "--prompt", GREEN.text, "--model.weights", "null"]
+        assert main([*sample, "--quiet", "--output", folder]) == 0
+        (video,) = Path(folder).glob("*.mp4")
+        videos.append(video.read_bytes())
+    assert videos[0] == videos[2] != videos[1]
+
+    # the evaluations of the run would not be paired
+    capsys.readouterr()
+    assert main(["train", "settings", "--resume", "--data.negative_prompt", LONG.text]) == 2
+    assert "data.negative_prompt = " in capsys.readouterr().err
+
+
+def test_embeddings_of_a_negative_prompt_for_all_prompts(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(data__negative_prompt=LONG.text, data__embedding_cache="cache")
+    Path("c.yaml").write_text(dump(config))
+    assert main(["embed", "c.yaml"]) == 0
+    setup = load_setup(resolve(config), ["a small red ball moves"], rewards=False)
+    assert setup.negatives == {PromptKey("a small red ball moves"): LONG.text}
+    (file,) = sage_fast.data.embeddings._files(
+        Path("cache"),
+        cache_key(setup.model.spec, config.model.dtype, Path("cache"), config.sampling),
+        {LONG: Caption(LONG.text)},
+    ).values()
+    assert file.is_file()
+
+
+def test_a_negative_prompt_without_guidance_is_noted(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before a run, and not where evaluations have guidance."""
+    for name in ("train.txt", "heldout.txt"):
+        Path(name).write_text(f"{GREEN.text}\n")
+    given = {
+        "data__prompts": "train.txt",
+        "data__eval_prompts": "heldout.txt",
+        "data__negative_prompt": LONG.text,
+    }
+    idle = "negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off"
+    for scale, notes in ((1.0, 1), (3.0, 0)):
+        config = tiny_config(sampling__guidance_scale=1.0, eval__guidance_scale=scale, **given)
+        assert load_setup(resolve(config)).model.notes.count(idle) == notes
+        Path("c.yaml").write_text(dump(config))
+        assert main(["train", "c.yaml", "--dry-run"]) == 0
+        assert " ".join(capsys.readouterr().out.split()).count(idle) == notes
+
+
+def test_a_bad_negative_prompt_names_its_setting(files: Path) -> None:
+    config = tiny_config(data__negative_prompt="blurry --ar 16:9")
+    with pytest.raises(UserError, match=r"^data\.negative_prompt: "):
+        configured_prompts(config.data)
 
 
 # -- embeddings ------------------------------------------------------------------------------------

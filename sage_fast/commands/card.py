@@ -4,6 +4,7 @@ use it."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,6 +68,10 @@ def model_card(
         is_address = "://" in entry.name
         # without folders of this machine
         rewards.append(entry.name if is_address else Path(entry.name).name)
+    negative = None
+    if config.sampling.guidance_scale != 1 and config.data.negative_prompt:
+        # a string of Python too
+        negative = json.dumps(config.data.negative_prompt.strip(), ensure_ascii=False)
     weights = [file for file in files if file.endswith(".safetensors") and "/" not in file]
     card = ModelCard.from_template(
         data,
@@ -80,6 +85,7 @@ def model_card(
         evaluation=_evaluation(run, iteration),
         settings=_settings(dataclasses.asdict(config), base),
         lora_file=LORA_FILE,
+        negative=negative,
         rewards=rewards,
         files=sorted(weights),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import load_run
-from sage_fast.data.prompts import captions_of, read_prompts
+from sage_fast.data.prompts import captions_of, read_prompts, with_negative
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedPath
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.prompts:
         sources = [options.prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
-    captions = captions_of(prompts)
+    captions = captions_of(with_negative(prompts, config.data))
     cache = Path(config.data.embedding_cache)
     with heavy_imports("embed"):
         import torch

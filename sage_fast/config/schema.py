@@ -139,6 +139,9 @@ class DataConfig(Section):
     (docs/how-to/prompts.md), or `testbed:train`, `testbed:heldout`."""
     eval_prompts: str = names("prompts", "testbed:heldout")
     """Held-out prompts, in the same formats."""
+    negative_prompt: str | None = None
+    """What guidance steers away from, for every prompt without a `negative_prompt` of its own in a
+    .jsonl file. If not given, the empty prompt. Without guidance it has no effect."""
     embedding_cache: str | None = names("file", None)
     """Folder of prompt embeddings, filled by `sage-fast embed` and shared between runs. If not
     given, `embeddings` in the run folder."""

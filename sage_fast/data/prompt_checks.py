@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from sage_fast.config.schema import DataConfig
+from sage_fast.config.schema import Config, DataConfig
 from sage_fast.data.prompt_habits import notes_on_words
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, captions_of, read_prompts
 from sage_fast.models.random_weights import is_random
@@ -45,9 +45,19 @@ def notes_on_prompts(*sets: Sequence[Prompt]) -> list[str]:
     for prompts in sets:
         texts = []
         for prompt in prompts:
-            texts += [(text, prompt.where) for text in (prompt.text, prompt.negative) if text]
+            texts.append((prompt.text, prompt.where))
+            if prompt.negative:
+                texts.append((prompt.negative, prompt.negative_where or prompt.where))
         notes |= dict.fromkeys(notes_on_words(texts))
     return [*notes]
+
+
+def idle_negatives(config: Config, prompts: Iterable[Prompt]) -> str | None:
+    """Return a note on negative prompts that no forward reads; None if there are none."""
+    is_guided = config.sampling.guidance_scale != 1 or config.eval_guidance_scale != 1
+    if is_guided or not any(prompt.negative for prompt in prompts):
+        return None
+    return "negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off"
 
 
 def shared_prompts(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str | None:

@@ -59,7 +59,8 @@ class Prompt:
 
     Attributes:
         text: the prompt.
-        negative: negative prompt for guidance; empty if the record has none.
+        negative: negative prompt for guidance; empty if neither the record nor the settings have
+            one.
         image: path of the image that the video begins from, as the record names it; empty if it has
             none.
         folder: what a relative `image` is relative to.
@@ -67,6 +68,7 @@ class Prompt:
             run.
         metadata: further keys of the record, for rewards that take them.
         where: file and line, or what else gave it, for messages.
+        negative_where: the setting that gave the negative prompt; empty if the record has its own.
     """
 
     text: str
@@ -76,6 +78,7 @@ class Prompt:
     seed: int | None = None
     metadata: Fields = dataclasses.field(default_factory=dict)
     where: str = dataclasses.field(default="", compare=False)
+    negative_where: str = dataclasses.field(default="", compare=False)
 
     @property
     def key(self) -> PromptKey:
@@ -183,8 +186,29 @@ def read_prompts(source: str) -> list[Prompt]:
 
 
 def configured_prompts(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Read `data.prompts` and `data.eval_prompts`."""
-    return read_prompts(data.prompts), read_prompts(data.eval_prompts)
+    """Read `data.prompts` and `data.eval_prompts`, with `data.negative_prompt`."""
+    return (
+        with_negative(read_prompts(data.prompts), data),
+        with_negative(read_prompts(data.eval_prompts), data),
+    )
+
+
+def with_negative(prompts: Iterable[Prompt], data: DataConfig) -> list[Prompt]:
+    """Return prompts of which each without a negative prompt has `data.negative_prompt`.
+
+    Raises:
+        UserError: that is no text for a model, as `Prompt.check`.
+    """
+    negative = (data.negative_prompt or "").strip()
+    where = "data.negative_prompt"
+    if negative:
+        Prompt(text=negative, where=where).check()
+    found = []
+    for prompt in prompts:
+        if negative and not prompt.negative:
+            prompt = dataclasses.replace(prompt, negative=negative, negative_where=where)
+        found.append(prompt)
+    return found
 
 
 def captions_of(prompts: Sequence[Prompt]) -> dict[PromptKey, Caption]:

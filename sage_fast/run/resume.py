@@ -78,6 +78,7 @@ RULES = (
         why="the evaluations before and after training would not be paired",
         settings=(
             "data.eval_prompts",
+            "data.negative_prompt",
             "sampling.num_frames",
             "sampling.height",
             "sampling.width",

@@ -14,6 +14,7 @@ from sage_fast.config.schema import Config
 from sage_fast.data.prompt_checks import (
     check_captions,
     check_prompt_sets,
+    idle_negatives,
     notes_on_prompts,
     shared_prompts,
 )
@@ -119,6 +120,9 @@ def _format_data(
         scored = heldout if key == "eval.judge" else [*train, *heldout]
         check_prompts(entry, key, {prompt.key: prompt.metadata for prompt in scored})
     notes += [f"note: {note}" for note in notes_on_prompts(train, heldout)]
+    idle = idle_negatives(config, [*train, *heldout])
+    if idle:
+        notes.append(f"note: {idle}")
     shared = shared_prompts(train, heldout)
     if shared:
         notes.append(f"note: {shared}")
