@@ -633,7 +633,8 @@ class ProfileConfig(Section):
 
     iterations: list[int] = dataclasses.field(default_factory=list)
     """Iterations to profile, as the screen counts them, from 1. The first one of a process compiles
-    and warms up. Each rank writes a trace. A profiled iteration is slower."""
+    and warms up. Each rank writes a trace, and rank 0 the rates of its operations. A profiled
+    iteration is slower."""
     memory: bool = False
     """Also record allocations: in the trace and, on a GPU, as a memory snapshot."""
 
