@@ -42,8 +42,10 @@ FLASH4 = "flash_4_hub"
 """Attention backends by their names in diffusers. `FLASH3` takes a mask, `FLASH4` takes none."""
 
 LOCAL_FLASH4 = "flash"
-"""Name in diffusers' registry under which `load_kernel` puts the FlashAttention 4 that is installed
-here. By this name diffusers would call FlashAttention 2, which no path needs."""
+INSTALLED = {LOCAL_FLASH4: "flash4"}
+"""Name in diffusers' registry -> row of `ATTENTION` that `load_kernel` puts there: the
+FlashAttention 4 that is installed here. By that name diffusers would call FlashAttention 2, which
+no path needs."""
 
 STOCK: dict[str, dict[str, Any]] = {
     "stock": {},
@@ -178,9 +180,10 @@ def load_kernel(name: str) -> AttentionBackendName:
             `UserError` if that is the installed FlashAttention 4.
     """
     backend = AttentionBackendName(name)
-    if name == LOCAL_FLASH4:
-        check_attention("flash4", torch.device("cuda"), torch.bfloat16)
-        register_attention(backend, ATTENTION["flash4"])
+    installed = INSTALLED.get(name)
+    if installed is not None:
+        check_attention(installed, torch.device("cuda"), torch.bfloat16)
+        register_attention(backend, ATTENTION[installed])
         return backend
     # what `set_attention_backend` of a diffusers model does first
     _check_attention_backend_requirements(backend)
@@ -300,7 +303,7 @@ class StockPolicy(HunyuanVideo15Policy):
         diffusers' own choice."""
         if self.device.type == "cuda":
             return load_kernel(kernel)
-        if kernel != LOCAL_FLASH4:
+        if kernel not in INSTALLED:
             return None
         # so that a rehearsal calls diffusers' registry as a GPU does
         backend = AttentionBackendName(kernel)
