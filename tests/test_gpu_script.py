@@ -91,7 +91,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         wheel.writestr("rehearsed-1.0.dist-info/RECORD", "")
-    pack(folder / "wheels" / "rehearsed-1.0-py3-none-any.whl")
+    pack_wheel(folder / "wheels" / "rehearsed-1.0-py3-none-any.whl")
     for name, text in {"c++": CACHED_COMPILER, "bin/compute-sanitizer": PRETEND_SANITIZER}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
