@@ -48,6 +48,7 @@ from scripts.gpu.predictions import predicted
 from scripts.gpu.profiled import count_kernels
 from scripts.gpu.run import Verdict, pack, run_part
 from scripts.gpu.runs import agree
+from scripts.pack_wheels import pack as pack_wheel
 from tests.waits import wait_until
 
 REPOSITORY = Path(__file__).parent.parent
