@@ -43,8 +43,8 @@ def add_arguments(add: Callable[..., object]) -> None:
     )
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
     add("--part", action="append",
-        help="of `bench rollout`: forward, step, rollout, decode or train: 'train full', 'train "
-        "attention', 'train auto', 'train none'; of `bench limits`: ceiling, attention or "
+        help="of `bench rollout`: forward, step, rollout, decode, host or train: 'train full', "
+        "'train attention', 'train auto', 'train none'; of `bench limits`: ceiling, attention or "
         "adapter_rows")  # fmt: skip
     add(
         "--path",

@@ -22,6 +22,7 @@ from sage_fast.benchmarks.rung import (
     CPU_SIZES,
     GPU_SIZES,
     GROUPS,
+    HOST,
     PARTS,
     SIZES,
     TRAINED,
@@ -32,7 +33,13 @@ from sage_fast.benchmarks.rung import (
     random_transformer,
     spec_of,
 )
-from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
+from sage_fast.benchmarks.timing import (
+    Save,
+    fresh_compilation,
+    interleaved,
+    launch_timer,
+    save_nothing,
+)
 
 from sage_fast.models.checkpointing import MODES, CheckpointPlan
 from sage_fast.models.hunyuan15.spec import decode_flops
@@ -54,6 +61,8 @@ WARM_UPS = 2
 """Calls of a contender before it is timed: one that compiles and allocates, one in steady state."""
 LONG = 20
 """Steps from which on a rollout is timed once, after the warm-up of one step."""
+Timer = Callable[[Callable[[], Any], torch.device], Callable[[], float]]
+"""(function, device) -> a function that runs it once and returns seconds."""
 OUT_OF_MEMORY = "out of memory"
 """The one reason for a missing time that is a finding, not a fault."""
 
@@ -64,6 +73,7 @@ def measure(
     rounds: int,
     left: float = math.inf,
     warm_ups: Mapping[str, Callable[[], Any]] | None = None,
+    timer_kind: Timer = host_timer,
 ) -> dict[str, Any]:
     """Return the median seconds per path, the peak of allocated bytes on a GPU, the rounds, and the
     failures.
@@ -76,6 +86,7 @@ def measure(
             least one.
         warm_ups: path -> what warms it up; its contender by default. With warm-ups of its own there
             is one round.
+        timer_kind: what times a call.
     """
     stop = time.monotonic() + left
     peak: dict[str, int] = {}
@@ -84,7 +95,7 @@ def measure(
     failed: dict[str, str] = {}
 
     def timer_of(name: str) -> Callable[[], float]:
-        timer = host_timer(contenders[name], device)
+        timer = timer_kind(contenders[name], device)
 
         def timed() -> float:
             if device.type != "cuda":
@@ -261,7 +272,10 @@ def run(
                         contenders = rung.contenders(part, right)
                         if contenders or wrong:
                             warm_ups = rung.contenders("step", right) if once else None
-                            measured = measure(contenders, device, rounds, _left(end), warm_ups)
+                            kind = launch_timer if part == HOST else host_timer
+                            measured = measure(
+                                contenders, device, rounds, _left(end), warm_ups, kind
+                            )
                             measured["failed"] |= wrong
                             rows.append(
                                 facts | measured | {"wall_seconds": time.monotonic() - start}
@@ -322,8 +336,9 @@ def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None =
         config = spec.meta("transformer").config
         tokens = size.batch * (math.prod(size.space) + size.text_tokens)
         for part in chosen_paths(parts, None):
-            if checkpointing_of(part) not in MODES:
-                continue  # what `auto` recomputes depends on the card
+            # What `auto` recomputes depends on the card, and the host's time on no FLOPs.
+            if checkpointing_of(part) not in MODES or part == HOST:
+                continue
             if part == "decode":
                 forwards, model = (
                     0,
@@ -369,10 +384,12 @@ def format_rollout(result: Mapping[str, Any]) -> str:
             model, done = (row[key] / seconds / full for key in ("model_flops", "flops"))
             rate = row["flops"] / seconds / 1e12
             stock = f"{row['seconds']['stock'] / seconds:.2f}x" if "stock" in row["seconds"] else ""
+            rates = f"{rate:>9.3g}{model:>8.1%}{done:>8.1%}"
+            if row["part"] == HOST:
+                rates = " " * len(rates)
             lines.append(
                 f"{row['size']:<18}{row['part']:<17}{name:<30}{1e3 * seconds:>9.2f} "
-                f"ms{row['rounds']:>7}"
-                f"{stock:>10}{rate:>9.3g}{model:>8.1%}{done:>8.1%}{peak:>13}".rstrip()
+                f"ms{row['rounds']:>7}{stock:>10}{rates}{peak:>13}".rstrip()
             )
         lines += [
             f"{row['size']:<18}{row['part']:<17}{name:<30}{why}"
@@ -386,6 +403,13 @@ def format_rollout(result: Mapping[str, Any]) -> str:
         "without what a backward",
         "recomputes",
     ]
+    if any(row["part"] == HOST for row in result["rows"]):
+        lines += [
+            "host: the CPU's time of a forward of an eighth of the video tokens, until all is "
+            "launched, without the",
+            "exchanges of ranks; eight GPUs that share a sample (model.sequence_parallel = 8) take "
+            "no less",
+        ]
     lines += [
         f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]
     ]

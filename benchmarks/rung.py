@@ -66,6 +66,10 @@ TRAINED = {
 }
 """Part that times a trained step -> its `model.gradient_checkpointing`. diffusers' checkpointing
 recomputes every block or none."""
+HOST = "host"
+"""Part that times the host in a forward of an eighth of the video tokens: what bounds eight GPUs
+that share a sample (`model.sequence_parallel: 8`). One process has no ranks to exchange with, so
+the exchanges are left out; the text is whole."""
 GROUPS = {"train": tuple(TRAINED)}
 """Name that `--part` accepts -> its parts."""
 PARTS = {
@@ -77,6 +81,7 @@ PARTS = {
     "train auto": OURS,
     "train none": (*STOCK, *OURS),
     "decode": ("contiguous", "channels last", "stock"),
+    HOST: ("eager",),
 }
 """part -> the paths that it can take. The first two paths of decode are ours, named by memory
 layout. The stock one comes last: it cannot tile at 480p, and may fail in a way after which nothing
@@ -175,6 +180,11 @@ def random_decoders(
     return {"stock": stock, "contiguous": contiguous, "channels last": channels_last}
 
 
+def eighth(tokens: int) -> int:
+    """Return the tokens of one of eight ranks that share a sample."""
+    return -(-tokens // 8)
+
+
 def part_flops(config: Any, size: Size, part: str, chosen: CheckpointPlan | None) -> float:
     """Return the FLOPs of a part but `decode` with the unpadded prompt, by the plan's formulas.
 
@@ -184,7 +194,10 @@ def part_flops(config: Any, size: Size, part: str, chosen: CheckpointPlan | None
         part: a key of `PARTS`.
         chosen: what the backward recomputes; None: model FLOPs, without a recomputation.
     """
-    tokens, passes = math.prod(size.space), size.batch * size.passes
+    tokens = math.prod(size.space)
+    if part == HOST:
+        tokens = eighth(tokens)
+    passes = size.batch * size.passes
     forward = passes * forward_flops(config, tokens, size.text_tokens)
     if part in TRAINED:
         attention = passes * attention_flops(config, tokens, size.text_tokens)
@@ -437,6 +450,13 @@ class Rung:
                 policy, self.coefs, schedule.at(self.step), self.seeds, self.x, self.step
             )
 
+        tokens = eighth(math.prod(self.size.space))
+        part_of_x = self.x.flatten(2)[:, :, None, None, :tokens].contiguous()
+
+        @torch.no_grad()
+        def share() -> Any:
+            return policy.velocities(part_of_x, schedule.at(self.step))
+
         def whole() -> Any:
             return self._rollout(policy)
 
@@ -446,7 +466,7 @@ class Rung:
                 v.float().square().mean(), list(policy.parameters().values())
             )
 
-        functions = {"forward": forward, "step": step, "rollout": whole}
+        functions = {"forward": forward, "step": step, "rollout": whole, HOST: share}
         function = functions.get(part, train)
 
         def run() -> Any:

@@ -4,10 +4,13 @@ by row."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from sage_fast.util.environment import synchronize
 
 Save = Callable[[Mapping[str, Any]], object]
 """Called with the result of a benchmark after every row, since the next row may hang."""
@@ -16,6 +19,22 @@ Save = Callable[[Mapping[str, Any]], object]
 def save_nothing(result: Mapping[str, Any]) -> None:
     """Do nothing: the `Save` of a benchmark that writes no file."""
     del result
+
+
+def launch_timer(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    """Return a function that runs `function` once and returns the seconds of the host: on a GPU,
+    until everything is launched. They are more if the GPU falls so far behind that its queue is
+    full."""
+
+    def measure() -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        seconds = time.perf_counter() - start
+        synchronize(device)
+        return seconds
+
+    return measure
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

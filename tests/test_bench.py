@@ -21,7 +21,7 @@ import pytest
 import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.transformers import transformer_hunyuan_video15
-from sage_fast.benchmarks import compile_report, limits
+from sage_fast.benchmarks import compile_report, limits, timing
 from sage_fast.benchmarks import operators as bench
 from sage_fast.benchmarks import rollout as rollout_bench
 from sage_fast.benchmarks import rung as rung_module
@@ -680,6 +680,43 @@ def test_clock_and_power_are_those_of_nvidia_smi(
     with limits._watched(CPU) as samples:
         pass
     assert samples == []
+
+
+def test_the_host_in_a_forward_of_an_eighth_of_the_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = set()
+    velocities = HunyuanVideo15Policy.velocities
+
+    def recorded(policy: Any, x: Tensor, *rest: Any) -> Any:
+        shapes.add(tuple(x.shape))
+        return velocities(policy, x, *rest)
+
+    monkeypatch.setattr(HunyuanVideo15Policy, "velocities", recorded)
+    file = tmp_path / "host.json"
+    assert main(["bench", "rollout", "--tiny", "--part", "host", "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["part"] == "host"
+    assert row["seconds"].keys() == {"eager"}
+    assert (2, 32, 1, 1, 2) in shapes  # of 12 video tokens
+    out = capsys.readouterr().out
+    assert "host: the CPU's time of a forward of an eighth of the video tokens" in out
+    assert "without the\nexchanges" in out
+
+
+def test_the_timer_of_the_host_does_not_wait_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(timing, "synchronize", lambda device: events.append("wait"))
+
+    def now() -> float:
+        events.append("clock")
+        return float(len(events))
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=now))
+    timing.launch_timer(lambda: events.append("call"), CPU)()
+    assert events == ["wait", "clock", "call", "clock", "wait"]
 
 
 def test_parts_paths_and_a_budget(
