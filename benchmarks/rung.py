@@ -42,7 +42,7 @@ from sage_fast.models.hunyuan15.spec import (
     decode_flops,
     forward_flops,
 )
-from sage_fast.models.load import make_trainable
+from sage_fast.models.trainable import make_trainable
 from sage_fast.models.random_weights import random_module
 from sage_fast.parallel.fit import MEMORY_SHARE
 from sage_fast.rollout.graphs import StepGraphs

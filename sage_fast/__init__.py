@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from sage_fast.models.interface import Encoder as Encoder
     from sage_fast.models.interface import Inputs as Inputs
     from sage_fast.models.policy import Policy as Policy
-    from sage_fast.models.spec import Cost as Cost
+    from sage_fast.models.cost import Cost as Cost
     from sage_fast.models.spec import Distillation as Distillation
-    from sage_fast.models.spec import ExportTarget as ExportTarget
+    from sage_fast.models.lora.export_target import ExportTarget as ExportTarget
     from sage_fast.models.spec import Spec as Spec
     from sage_fast.ops.transition_score import transition_score as transition_score
     from sage_fast.ops.transition_step import transition_step as transition_step
@@ -88,9 +88,9 @@ _MODULES = {
     # what a reward or a model of your own implements
     "Reward": "sage_fast.rewards.interface",
     "Spec": "sage_fast.models.spec",
-    "Cost": "sage_fast.models.spec",
+    "Cost": "sage_fast.models.cost",
     "Distillation": "sage_fast.models.spec",
-    "ExportTarget": "sage_fast.models.spec",
+    "ExportTarget": "sage_fast.models.lora.export_target",
     "Policy": "sage_fast.models.policy",
     "Decoder": "sage_fast.models.decoder",
     "Caption": "sage_fast.util.captions",

@@ -24,7 +24,7 @@ from sage_fast.models.checkpointing import (
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
-from sage_fast.models.load import meta_policy
+from sage_fast.models.trainable import meta_policy
 from sage_fast.models.model import Model
 from sage_fast.models.streaming import block_sizes, stream_sizes
 from sage_fast.parallel import fit

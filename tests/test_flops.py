@@ -13,7 +13,7 @@ from sage_fast.algorithm.flops import flops, training_flops
 from sage_fast.cli import main
 from sage_fast.config.loader import dump
 from sage_fast.models.checkpointing import CheckpointPlan
-from sage_fast.models.spec import Cost
+from sage_fast.models.cost import Cost
 from sage_fast.run import facts
 from sage_fast.run.facts import throughput
 from sage_fast.tools.harness import full_rate

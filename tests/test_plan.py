@@ -32,7 +32,7 @@ from sage_fast.models.hunyuan15.spec import (
     forward_flops,
 )
 from sage_fast.models.hunyuan15.vae import decode_frames
-from sage_fast.models.load import make_trainable
+from sage_fast.models.trainable import make_trainable
 from sage_fast.models.streaming import BlockStream
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint

@@ -105,7 +105,7 @@ def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.M
             "expected a subclass of sage_fast.models.spec.Spec, found None",
         ),
         (
-            "sage_fast.models.spec:Cost:folder",
+            "sage_fast.models.cost:Cost:folder",
             "expected a subclass of sage_fast.models.spec.Spec, found <class",
         ),
         (

@@ -32,9 +32,10 @@ from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.policy import Policy
+from sage_fast.models.cost import Cost
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import SHIPPED
-from sage_fast.models.spec import Cost, Spec
+from sage_fast.models.spec import Spec
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sage_fast.algorithm.rows import of_table
 from sage_fast.models.checkpointing import MODES, RECOMPUTED, CheckpointPlan
-from sage_fast.models.spec import Cost
+from sage_fast.models.cost import Cost
 
 
 def flops(

@@ -18,13 +18,11 @@ from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.find import find_spec
 from sage_fast.models.headers import check_part, check_same
 from sage_fast.models.hub import progress_bars_of, reachable
-from sage_fast.models.lora.adapter import ADAPTER, add_lora, load_lora
 from sage_fast.models.model import Model
-from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random, random_module
-from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.models.streaming import BlockStream
+from sage_fast.models.trainable import make_trainable
 from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.ranks import sequence_group
 
@@ -189,32 +187,3 @@ def _notes(spec: Spec, sampling: SamplingConfig, loaded: str) -> list[str]:
             f"{sorted(unknown)}"
         )
     return notes
-
-
-def make_trainable(
-    spec: Spec, network: Any, config: ModelConfig, seed: int = 0, weights: str | None = None
-) -> None:
-    """Make a network trainable: all of it, the adapter in `weights`, or a new adapter; freeze what
-    no forward reads."""
-    if not config.trains_adapter:
-        network.requires_grad_(True)
-    elif weights is not None:
-        load_lora(network, Path(weights), spec.main_network(), spec.lora_layouts.values())
-    else:
-        targets = spec.lora_targets if config.lora_targets is None else config.lora_targets
-        add_lora(
-            network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed
-        )
-    if config.trains_adapter:
-        # saved with it
-        network.peft_config[ADAPTER].base_model_name_or_path = split_path(config.path)[1]
-    spec.freeze_idle(network)
-
-
-def meta_policy(spec: Spec, config: ModelConfig) -> Policy:
-    """Return the configured policy on the meta device, with its adapter: no memory, no weights."""
-    networks = {part: spec.meta(part) for part in spec.networks}
-    with torch.device("meta"):
-        for network in networks.values():
-            make_trainable(spec, network, config)
-        return spec.policy(networks, dtype=getattr(torch, config.dtype), guidance_scale=1.0)

@@ -265,7 +265,14 @@ class Policy:
         known = self._stored
         if known is None or not known.holds(self.dtype):
             self._stored = known = self._read_stored_dtype()
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=known.dtype != self.dtype)
+        enabled = known.dtype != self.dtype
+        return torch.autocast(self._autocast_device, dtype=self.dtype, enabled=enabled)
+
+    @property
+    def _autocast_device(self) -> str:
+        """The kind of device whose autocast acts; the meta device has none, and that of the CPU
+        leaves its tensors as they are."""
+        return "cpu" if self.device.type == "meta" else self.device.type
 
     def _read_stored_dtype(self) -> _StoredDtype:
         """Return the largest weight in the activations' dtype, or of all weights where none has

@@ -10,55 +10,22 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.models.cost import Cost, counted_cost
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.interface import Condition, Encoder
+from sage_fast.models.lora.export_target import ExportTarget
 from sage_fast.models.policy import Policy
 from sage_fast.util.errors import UserError, first_line
 
 MAX_GRAPHS = 64
 """Most CUDA graphs of a run. It bounds the memory to plan with, and what PyTorch does not count:
 the driver's thousands of launches of each graph."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Compute and memory cost of one sample.
-
-    Attributes:
-        forward: FLOPs of one forward of the network, with `Spec.prompt_tokens` tokens of a prompt.
-        attention: FLOPs of attention within `forward`.
-        block_ends: FLOPs within `forward` of the blocks' last matmuls, which recomputation skips
-            with a frozen base.
-        decode: FLOPs of decoding the video.
-        decoder_weights: number of elements of the autoencoder.
-        activations: checkpointing mode -> bytes per rank of a micro-batch's activations and their
-            gradients.
-        step: bytes that a CUDA graph of a denoising step keeps for `sampling.batch_size` samples:
-            its activations, which need no gradients, and the conditions that do not depend on the
-            prompt.
-        context: bytes that a graph of a further text length adds: a prompt's own conditions at
-            every step.
-    """
-
-    forward: float
-    attention: float
-    decode: float
-    decoder_weights: int
-    activations: Mapping[str, float]
-    step: float
-    context: float
-    block_ends: float = 0.0
-
-    def graphs_within(self, room: float, most: float) -> float:
-        """Return the bytes that CUDA graphs keep of `room`: up to `most`, and 0 if not even one
-        fits."""
-        return min(room, most) if room >= self.step + self.context else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,22 +40,6 @@ class Distillation:
 
     steps: tuple[int, ...]
     mean_velocity: bool = False
-
-
-class ExportTarget(NamedTuple):
-    """Where a layer is in another layout of the checkpoint.
-
-    Attributes:
-        layer: its name there; that layer may fuse several of ours.
-        position: its index among the fused layers, in the order of their rows.
-        fused: number of fused layers.
-        swaps_halves: whether the two halves of the rows are swapped.
-    """
-
-    layer: str
-    position: int = 0
-    fused: int = 1
-    swaps_halves: bool = False
 
 
 class Spec:
@@ -263,7 +214,15 @@ class Spec:
         return None
 
     def cost(self, config: Config) -> Cost:
-        """Return the cost of one sample with these settings."""
+        """Return the cost of one sample with these settings, counted on the meta device.
+
+        A family may say more than what is counted, or find some of it faster.
+        """
+        return counted_cost(self, config)
+
+    def assumed_condition(self) -> Condition:
+        """Return a condition of `prompt_tokens` tokens, on the default device. Only its shapes
+        count, and all prompts are taken to have them."""
         raise NotImplementedError
 
     def freeze_idle(self, network: nn.Module) -> None:

@@ -39,7 +39,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
     """Return policies with the same weights in bfloat16 and in float32."""
     from sage_fast.config.schema import ModelConfig
     from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-    from sage_fast.models.load import make_trainable
+    from sage_fast.models.trainable import make_trainable
     from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
 
     policies = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from sage_fast.models.spec import ExportTarget
+from sage_fast.models.lora.export_target import ExportTarget
 from sage_fast.util.errors import UserError
 
 PREFIX = "diffusion_model."

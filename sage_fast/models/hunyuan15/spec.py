@@ -7,6 +7,7 @@ tests/test_plan.py checks the formulas against PyTorch's own counts. A multiply-
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
@@ -23,22 +24,19 @@ from diffusers.guiders import ClassifierFreeGuidance
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config, SamplingConfig
-from sage_fast.models.attention.backends import ATTENTION
-from sage_fast.models.checkpointing import MODES
+from sage_fast.models.cost import Cost, counted_memory
 from sage_fast.models.encoders import fingerprint
 from sage_fast.models.hub import reachable, stated_config
 from sage_fast.models.hunyuan15 import encoder
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
-from sage_fast.models.spec import Cost, Distillation, Spec
+from sage_fast.models.spec import Distillation, Spec
 from sage_fast.util.errors import UserError
 
 TransformerConfig = Mapping[str, Any]
@@ -259,45 +257,31 @@ class HunyuanVideo15(Spec):
         return joint, self.heads, self.transformer_config.attention_head_dim
 
     def cost(self, config: Config) -> Cost:
-        transformer, model, sampling = self.transformer_config, config.model, config.sampling
-        latents = self.latent_shape(sampling)
+        transformer = self.transformer_config
+        latents = self.latent_shape(config.sampling)
         tokens = self.tokens(latents)
         lengths = tokens, self.text_tokens, self.prompt_tokens - self.text_tokens
-        rank = model.lora_rank if model.trains_adapter else 0
-        own = -(-sum(lengths) // model.sequence_parallel)
-        float32_dq = (
-            4 * config.train.batch_size * own * self.heads * transformer["attention_head_dim"]
-        )
-        float32_dq *= model.attention in ATTENTION and ATTENTION[model.attention].sums_dq_in_float32
-        batch, width = sampling.batch_size, model.element_bytes
-        together = {"rank": rank, "batch_size": config.train.batch_size, "passes": sampling.passes}
-        activations = {
-            mode: activation_bytes(mode, transformer, own, width, **together) + float32_dq
-            for mode in MODES
-        }
-        casts = not model.trains_adapter and width < ENGINES[config.train.engine].stored_bytes(
-            width
-        )
-        shared, context = condition_bytes(
-            transformer,
-            *lengths[1:],
-            width,
-            steps=sampling.steps,
-            passes=sampling.passes,
-            frame=latents[2:],
-        )
         return Cost(
             forward=forward_flops(transformer, *lengths),
             attention=attention_flops(transformer, *lengths),
             block_ends=block_end_flops(transformer, tokens),
             decode=decode_flops(self.vae.decoder, latents),
             decoder_weights=sum(p.numel() for p in self.vae.parameters()),
-            activations=activations,
-            step=shared
-            + step_bytes(
-                transformer, sum(lengths), width, rank=rank, batch_size=batch, casts=casts
-            ),
-            context=context,
+            **counted_memory(self, config),
+        )
+
+    def assumed_condition(self) -> TextEmbedding:
+        config = self.transformer_config
+        condition = TextEmbedding(
+            text=torch.zeros(self.text_tokens, config.text_embed_dim),
+            glyphs=torch.zeros(0, config.text_embed_2_dim),
+        )
+        if not self.takes_images:
+            return condition
+        return dataclasses.replace(
+            condition,
+            image=torch.zeros(self.image_tokens, config.image_embed_dim),
+            frame=torch.zeros(config.out_channels, 1, 1, 1),  # of any size: it is small
         )
 
     def freeze_idle(self, network: nn.Module) -> None:

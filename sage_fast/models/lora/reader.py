@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sage_fast.models.spec import ExportTarget
+from sage_fast.models.lora.export_target import ExportTarget
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_text

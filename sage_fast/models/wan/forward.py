@@ -99,19 +99,19 @@ class WanForward(nn.Module):
         """Compute AdaLN at `timestep` float32 `[R]` (1000 sigma): float32 `[R, layers, 6, d]`; last
         norm: `[R, 2, d]`.
 
-        The layers run in the dtype of their weights: diffusers keeps the embedder of timesteps in
-        float32, whatever the dtype of the others, and adds the tables in float32.
+        It is for a call without autocast: the layers run in the dtype of their weights. diffusers
+        keeps the embedder of timesteps in float32, whatever the dtype of the others, and adds the
+        tables in float32.
         """
         model = self.transformer
         times = model.condition_embedder
-        with torch.autocast(timestep.device.type, enabled=False):
-            sinusoid = times.timesteps_proj(timestep).to(_dtype_of(times.time_embedder))
-            embedded = times.time_embedder(sinusoid).to(self.dtype)
-            active = times.act_fn(embedded).to(_dtype_of(times.time_proj))
-            rows = times.time_proj(active).unflatten(1, (1, 6, -1))  # of every layer
-            tables = torch.cat([block.scale_shift_table for block in model.blocks])
-            last = model.scale_shift_table.float() + embedded.float()[:, None]
-            return tables.float() + rows.float(), last
+        sinusoid = times.timesteps_proj(timestep).to(_dtype_of(times.time_embedder))
+        embedded = times.time_embedder(sinusoid).to(self.dtype)
+        active = times.act_fn(embedded).to(_dtype_of(times.time_proj))
+        rows = times.time_proj(active).unflatten(1, (1, 6, -1))  # of every layer
+        tables = torch.cat([block.scale_shift_table for block in model.blocks])
+        last = model.scale_shift_table.float() + embedded.float()[:, None]
+        return tables.float() + rows.float(), last
 
     def text(self, texts: Sequence[TextEmbedding]) -> Tensor:
         """Return the tokens `[R, TEXT_TOKENS, d]` of R prompts, with the padding that the model

@@ -55,7 +55,8 @@ class WanPolicy(Policy):
 
     def modulation(self, sigmas: Tensor) -> tuple[Tensor, Tensor]:
         """Compute AdaLN at noise levels `[R]` in [0, 1]; see `WanForward.modulation`."""
-        return self.forward.modulation(1000 * sigmas)
+        with torch.autocast(self._autocast_device, enabled=False):
+            return self.forward.modulation(1000 * sigmas)
 
     def text(self, texts: Sequence[TextEmbedding]) -> Tensor:
         """Compute what cross-attention reads of R prompts, `[R, TEXT_TOKENS, d]`."""
