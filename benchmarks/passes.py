@@ -28,8 +28,8 @@ from sage_fast.algorithm.rates import MATMULS as OF_A_PROFILE
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.trainable import make_trainable
 from sage_fast.models.lora.linear import padding_for
+from sage_fast.models.trainable import make_trainable
 from sage_fast.ops._calls import bytes_of_call
 from sage_fast.ops._common import LIBRARY
 from sage_fast.tools.harness import BURST_FLOPS

@@ -18,6 +18,7 @@ from sage_fast.benchmarks.stock import (
     load_kernel,
     merged_copy,
 )
+from sage_fast.models.hunyuan15.cost import activation_bytes
 from torch import Tensor
 
 from sage_fast.algorithm.flops import training_flops
@@ -32,7 +33,6 @@ from sage_fast.models.checkpointing import (
     set_checkpointing,
 )
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import (
@@ -42,8 +42,8 @@ from sage_fast.models.hunyuan15.spec import (
     decode_flops,
     forward_flops,
 )
-from sage_fast.models.trainable import make_trainable
 from sage_fast.models.random_weights import random_module
+from sage_fast.models.trainable import make_trainable
 from sage_fast.parallel.fit import MEMORY_SHARE
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout

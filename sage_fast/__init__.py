@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from sage_fast.config.loader import load as load
     from sage_fast.config.schema import Config as Config
     from sage_fast.eval.comparison import Comparison as Comparison
+    from sage_fast.models.cost import Cost as Cost
     from sage_fast.models.decoder import Decoder as Decoder
     from sage_fast.models.interface import BatchConditions as BatchConditions
     from sage_fast.models.interface import Condition as Condition
     from sage_fast.models.interface import ConditionTable as ConditionTable
     from sage_fast.models.interface import Encoder as Encoder
     from sage_fast.models.interface import Inputs as Inputs
-    from sage_fast.models.policy import Policy as Policy
-    from sage_fast.models.cost import Cost as Cost
-    from sage_fast.models.spec import Distillation as Distillation
     from sage_fast.models.lora.export_target import ExportTarget as ExportTarget
+    from sage_fast.models.policy import Policy as Policy
+    from sage_fast.models.spec import Distillation as Distillation
     from sage_fast.models.spec import Spec as Spec
     from sage_fast.ops.transition_score import transition_score as transition_score
     from sage_fast.ops.transition_step import transition_step as transition_step

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +24,9 @@ from sage_fast.models.checkpointing import (
 )
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.find import find_spec
-from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
-from sage_fast.models.trainable import meta_policy
 from sage_fast.models.model import Model
 from sage_fast.models.streaming import block_sizes, stream_sizes
+from sage_fast.models.trainable import meta_policy
 from sage_fast.parallel import fit
 from sage_fast.testbed.tiny_model import Testbed
 from sage_fast.tools.plan import plan

@@ -11,8 +11,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.trainable import make_trainable
 from sage_fast.models.lora.linear import FeedForward, FusedLinear
+from sage_fast.models.trainable import make_trainable
 from sage_fast.testbed.tiny_model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +23,6 @@ from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import (
@@ -32,8 +32,8 @@ from sage_fast.models.hunyuan15.spec import (
     forward_flops,
 )
 from sage_fast.models.hunyuan15.vae import decode_frames
-from sage_fast.models.trainable import make_trainable
 from sage_fast.models.streaming import BlockStream
+from sage_fast.models.trainable import make_trainable
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.tools.dry_run import dry_run

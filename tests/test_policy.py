@@ -26,9 +26,9 @@ from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.load import load_model
-from sage_fast.models.trainable import make_trainable
 from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
+from sage_fast.models.trainable import make_trainable
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.run.weights import save_weights
 from sage_fast.util.captions import Caption, PromptKey

@@ -25,6 +25,7 @@ from sage_fast.cli import main
 from sage_fast.commands.export_formats import export
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.models.cost import Cost
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.find import family_note, find_spec
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
@@ -32,7 +33,6 @@ from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.policy import Policy
-from sage_fast.models.cost import Cost
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import SHIPPED
 from sage_fast.models.spec import Spec

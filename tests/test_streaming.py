@@ -24,9 +24,9 @@ from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.load import load_model
-from sage_fast.models.trainable import make_trainable, meta_policy
 from sage_fast.models.model import Model
 from sage_fast.models.streaming import SLOTS, BlockStream, block_sizes, spread, stream_sizes
+from sage_fast.models.trainable import make_trainable, meta_policy
 from sage_fast.parallel import fit
 from sage_fast.run_folder import RunFolder
 from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer

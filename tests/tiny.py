@@ -24,8 +24,8 @@ from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.trainable import make_trainable
 from sage_fast.models.model import Model
+from sage_fast.models.trainable import make_trainable
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.run import train as run
 from sage_fast.testbed.text_encoder import embed

@@ -469,9 +469,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.weights: dict[int, nn.Parameter] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **(kwargs or {}))
         if func is dist.all_to_all_single:

@@ -14,12 +14,12 @@ from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config
 from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
-from sage_fast.models.trainable import meta_policy
+from sage_fast.models.cost import Cost
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
-from sage_fast.models.cost import Cost
 from sage_fast.models.spec import MAX_GRAPHS, Spec
 from sage_fast.models.streaming import StreamSizes, block_sizes, stream_sizes
+from sage_fast.models.trainable import meta_policy
 from sage_fast.parallel.engine_memory import EngineMemory, engine_memory
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.util.cards import Rates, rates_of

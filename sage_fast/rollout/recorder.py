@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sage_fast.models.policy import Policy
 from sage_fast.models.cost import Cost
+from sage_fast.models.policy import Policy
 from sage_fast.rollout.graphs import Recordable, StepGraphs
 from sage_fast.util.environment import format_bytes
 

@@ -23,11 +23,11 @@ from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
 from sage_fast.data.prompts import configured_prompts
 from sage_fast.models.checkpointing import MODES, CheckpointPlan
-from sage_fast.models.trainable import meta_policy
+from sage_fast.models.cost import Cost
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
-from sage_fast.models.cost import Cost
 from sage_fast.models.spec import Spec
+from sage_fast.models.trainable import meta_policy
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import Fit, Fitting
 from sage_fast.parallel.stored_rollouts import stored_rollouts

@@ -15,8 +15,8 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
-from sage_fast.models.lora.reader import LoraFormatError, open_adapter
 from sage_fast.models.lora.export_target import ExportTarget
+from sage_fast.models.lora.reader import LoraFormatError, open_adapter
 from sage_fast.util.errors import UserError, first_line
 
 
