@@ -24,7 +24,7 @@ from sage_fast.benchmarks.passes import Traffic, attend
 from torch import Tensor
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.load import make_trainable
+from sage_fast.models.trainable import make_trainable
 from sage_fast.models.wan.conditioning import TEXT_TOKENS
 from sage_fast.models.wan.policy import WanPolicy
 from sage_fast.models.wan.spec import Wan

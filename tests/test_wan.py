@@ -20,8 +20,9 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.find import find_spec
-from sage_fast.models.load import load_model, meta_policy
+from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
+from sage_fast.models.trainable import meta_policy
 from sage_fast.models.wan.conditioning import TEXT_TOKENS
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption, PromptKey
