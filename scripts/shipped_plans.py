@@ -28,10 +28,12 @@ GPUS = {
     "hunyuanvideo15-480p": (1, 8),
     "hunyuanvideo15-480p-full": (8, 64),
     "official-480p": (64,),
+    "wan21-1.3b": (1,),
+    "wan22-ti2v-5b": (1, 8),
 }
 """Configuration -> numbers of GPUs that its plans are for."""
 DEFAULT_GPUS = (8,)
-GIGABYTES = {"hunyuanvideo15-24gb": 24}
+GIGABYTES = {"hunyuanvideo15-24gb": 24, "wan21-1.3b": 24}
 """Configuration -> memory of the GPUs that its plans are for."""
 DEFAULT_GIGABYTES = 80
 GIB = 2**30
