@@ -363,12 +363,14 @@ def test_seeds_of_prompts(files: Path) -> None:
     assert any("negative prompts have no effect" in note for note in unguided.model.notes)
 
 
-def trained(words: list[str], folder: str) -> tuple[Any, list[Any]]:
-    """The metrics of a run of one iteration, and the scores of its evaluations."""
+def trained(words: list[str], folder: str) -> tuple[dict[str, float], list[Any]]:
+    """What the policy decides of the metrics of a run of one iteration, and the scores of its
+    evaluations."""
     assert main(["train", "c.yaml", "--quiet", "--output", folder, *words]) == 0
     scores = [read_json(Path(folder, "eval", f"{name}.json")) for name in ("before", "after")]
-    rows = read_metrics(Path(folder, "metrics.jsonl"))
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows], scores
+    (row,) = read_metrics(Path(folder, "metrics.jsonl"))
+    keys = ("reward/mean", "reward/std", "loss", "grad_norm", "kl/anchor", "ratio/max")
+    return {key: row[key] for key in keys}, scores
 
 
 def test_a_negative_prompt_for_all_prompts(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,7 +378,7 @@ def test_a_negative_prompt_for_all_prompts(files: Path, capsys: pytest.CaptureFi
     record's own wins."""
     config = tiny_config(
         train__iterations=1,
-        train__prompts_per_iteration=2,
+        train__prompts_per_iteration=3,
         train__group_size=2,
         sampling__steps=2,
         eval__steps=2,
@@ -395,6 +397,7 @@ def test_a_negative_prompt_for_all_prompts(files: Path, capsys: pytest.CaptureFi
         Path(f"own-{name}").write_text("\n".join(lines))
     in_files = ["--data.prompts", "own-train.jsonl", "--data.eval_prompts", "own-heldout.jsonl"]
     assert trained(in_files, "files") == found
+    assert without[0]["grad_norm"] != found[0]["grad_norm"]
     assert without[1][0]["reward"] != found[1][0]["reward"]
     assert found[1][0]["negatives"] == {RED.text: LONG.text, GREEN.text: everywhere}
 

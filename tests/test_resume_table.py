@@ -46,6 +46,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OTHERS: dict[str, Any] = KEPT_OTHERS | {
     "callbacks": ["tests.test_callbacks:Columns"],
     "data.prompts": "testbed:heldout",
+    "data.negative_prompt": "a small red ball",
     "data.embedding_cache": "elsewhere",
     "reward.weights": {"vq": 2.0},
     "reward.device": "cpu",
