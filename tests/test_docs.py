@@ -308,7 +308,7 @@ def test_the_page_has_the_metrics_and_files_of_a_run(tmp_path: Path) -> None:
         for path in (tmp_path / "run").rglob("*")
         if path.is_file()
     }
-    assert of(files, written) | of(some_files[:2], written) == written
+    assert of(files, written) | of(some_files[:3], written) == written
     source = "".join(
         file.read_text(encoding="utf-8") for file in (REPOSITORY / "sage_fast").rglob("*.py")
     )
