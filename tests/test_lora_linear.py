@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.lora.linear import FeedForward, FusedLinear
+from sage_fast.models.lora.linear import FeedForward, FusedLinear, project_streams
 from sage_fast.models.trainable import make_trainable
 from sage_fast.testbed.tiny_model import Testbed
 from studies.paper.adapter import responses
@@ -375,6 +376,94 @@ def test_rows_without_padding(shape: tuple[int, ...]) -> None:
         *([y, *torch.autograd.grad(y, wanted, upstream)] for y in ys), strict=True
     ):
         assert torch.equal(mine, theirs)
+
+
+STREAMS = {
+    "adapters": (True, True),
+    "adapters of one stream": (True, False),
+    "trained": (False, False),
+}
+"""Whether the layer of each stream has an adapter. Without, it is trained."""
+
+
+class Copies(TorchDispatchMode):
+    """Counts what joins or copies rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.copy_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("read", ["both", "the first", "the second of two"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_streams_of_one_tensor(kind: str, batch: int, read: str, frozen: bool) -> None:
+    """The values and gradients of layers after `split`.
+
+    Values are equal to the bit, and so are gradients where dy s B is no matmul of its own. That of
+    one sample is not copied. `the first` is the last block, where nothing reads the text; `the
+    second of two` is a result that no loss depends on.
+    """
+    torch.manual_seed(7)
+    counts = [9, 4]
+    projections = []
+    wanted: list[Tensor] = []
+    for has_adapter in STREAMS[kind]:
+        model = layers(0.1, torch.float32, outs=(24,))
+        if not has_adapter:
+            model = nn.Sequential(nn.Linear(33, 24))
+        projection = FusedLinear(model, "0")
+        projection.refresh(torch.float32)
+        assert bool(projection.pad) == has_adapter
+        if frozen and not has_adapter:
+            model.requires_grad_(False)
+        projections.append(projection)
+        wanted += [p for p in model.parameters() if p.requires_grad]
+    given: list[FusedLinear | None] = [*projections]
+    if read == "the first":
+        given[1] = None
+    leaf = torch.randn(batch, sum(counts), 33, requires_grad=True)
+    x = leaf * 1
+
+    actual = project_streams(x, counts, given)
+    parts = x.split(counts, dim=1)
+    expected = [None if p is None else p.unpadded(part) for p, part in zip(given, parts)]
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+
+    has_product = all(p.pad for p in given if p is not None)
+    is_read = [read != "the second of two", read != "the first"]
+    upstream = [torch.randn(batch, count, 24) for count in counts]
+
+    def gradients(outputs: Any) -> tuple[list[Tensor | None], int]:
+        pairs = [(y, g) for y, g, needed in zip(outputs, upstream, is_read) if needed]
+        ys, gs = zip(*pairs)
+        with Copies() as copies:
+            found = torch.autograd.grad(ys, [x, *wanted], gs, retain_graph=True, allow_unused=True)
+        return [*found], copies.count
+
+    (found, copies), (theirs, copies_of_split) = gradients(actual), gradients(expected)
+    for mine, other in zip(found, theirs, strict=True):
+        if other is None:
+            assert mine is None
+        elif has_product:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(mine, other)
+    assert found[0] is not None
+    assert found[0].is_contiguous()
+    assert copies_of_split > 0
+    if kind != "adapters of one stream" and batch == 1:
+        assert copies == 0
+    again, _ = gradients(actual)
+    assert torch.equal(again[0], found[0])  # type: ignore[arg-type]
+    assert again[0].data_ptr() != found[0].data_ptr()  # type: ignore[union-attr]
 
 
 def test_the_backward_keeps_rows_without_padding_themselves() -> None:

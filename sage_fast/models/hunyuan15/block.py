@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sage_fast.models.attention.backends import Attention
 from sage_fast.models.attention.sequence import TokenExchange
 from sage_fast.models.checkpointing import is_checkpointed
-from sage_fast.models.lora.linear import FeedForward, FusedLinear
+from sage_fast.models.lora.linear import FeedForward, FusedLinear, project_streams
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate, recomputed_in_backward
@@ -90,15 +90,17 @@ class TextToVideoBlock(nn.Module):
         )
         text, text_in = residual_norm(text, text_scale, text_shift, pad=self.text_qkv.pad)
         out = self._attend(video_in, text_in, rotary, attention, exchange)
-        video_out, text_out = out.split([video.shape[1], text.shape[1]], dim=1)
-        video_out = self.video_out.unpadded(video_out)
+        video_out, text_out = project_streams(
+            out,
+            (video.shape[1], text.shape[1]),
+            (self.video_out, None if is_last else self.text_out),
+        )
         video, normed = gated_norm(
             video, video_out, gate, ff_scale, ff_shift, pad=self.video_ff.up.pad
         )
         video = self.video_ff(normed, video, ff_gate)
         if is_last:
             return video, None
-        text_out = self.text_out.unpadded(text_out)
         text, normed = gated_norm(
             text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=self.text_ff.up.pad
         )

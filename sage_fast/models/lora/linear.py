@@ -247,6 +247,11 @@ class FusedLinear(nn.Module):
         """A and B of each adapter."""
         return [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
 
+    @property
+    def ranks(self) -> list[int]:
+        """Rank of each adapter."""
+        return [len(a.down) for a in self._adapters if a is not None]
+
     def _fused(self, x: Tensor, is_padded: bool) -> Tensor:
         return _FusedLoraLinear.apply(
             x, self._buffer, self._bias, self._columns, is_padded, torch.is_grad_enabled(),
@@ -347,6 +352,35 @@ def _input_gradients(
     return dx, ddown
 
 
+def _factor_gradients(
+    grad: Tensor,
+    product: Tensor,
+    ddown: Tensor,
+    columns: Sequence[tuple[int, int, float]],
+    ranks: Sequence[int],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients in A and B of each adapter.
+
+    Args:
+        grad: dy `[R, d_out]`.
+        product: x A^T `[R, pad]`.
+        ddown: float32 `[pad, d]`, the gradient in all A.
+        columns, ranks: of each adapter; `FusedLinear._columns`.
+        needed: whether each B needs its gradient.
+    """
+    factors: list[Tensor | None] = []
+    row = 0
+    for (first, last, scale), rank, is_needed in zip(columns, ranks, needed):
+        own = slice(row, row + rank)
+        dup = None
+        if is_needed:
+            dup = scale * mm_in_float32(grad[:, first:last].t(), product[:, own])
+        factors += [ddown[own], dup]
+        row += rank
+    return factors
+
+
 class _FusedLoraLinear(torch.autograd.Function):
     """Computes y = [x | x A^T] [W | s B]^T + bias."""
 
@@ -384,21 +418,165 @@ class _FusedLoraLinear(torch.autograd.Function):
         *batch, width = x.shape
         grad, x, product = (t.flatten(0, -2) for t in (grad, x, product))
         dx, ddown = _input_gradients(grad, x, *_views(buffer, ctx.pad), ctx.needs_input_grad[0])
-        factors: list[Tensor | None] = []
-        column = 0
-        for (first, last, scale), rank, needed in zip(
-            ctx.columns, ctx.ranks, ctx.needs_input_grad[7::2]
-        ):
-            own = slice(column, column + rank)
-            dup = (
-                scale * mm_in_float32(grad[:, first:last].t(), product[:, own]) if needed else None
-            )
-            factors += [ddown[own], dup]
-            column += rank
+        factors = _factor_gradients(
+            grad, product, ddown, ctx.columns, ctx.ranks, ctx.needs_input_grad[7::2]
+        )
         if dx is not None:
             columns = dx.shape[1] if ctx.is_padded else width
             dx = dx[:, :columns].unflatten(0, batch)
         return dx, *[None] * 5, *factors
+
+
+def project_streams(
+    x: Tensor, counts: Sequence[int], projections: Sequence[FusedLinear | None]
+) -> list[Any]:
+    """Map each stream of x by its own layer, as `FusedLinear.unpadded` does.
+
+    The backward writes the streams' gradients into one tensor. The backward of `split` would copy
+    them there.
+
+    Args:
+        x: `[B, S, d]`, streams of `counts` tokens one after the other.
+        projections: the layer of each stream; None where nothing reads the result, which is None.
+    """
+    present = [projection for projection in projections if projection is not None]
+    if all(projection.pad for projection in present):
+        factors = [factor for projection in present for factor in projection.factors]
+        trains = torch.is_grad_enabled()
+        return [*_LoraStreams.apply(x, counts, projections, trains, *factors)]
+
+    parts = x.split(list(counts), dim=1)
+    layers = [layer for projection in present for layer in projection.layers]
+    if x.requires_grad and all(map(_is_at_hand, layers)):
+        # The layers see no gradient in x: `_PlainStreams` computes it.
+        results = [
+            None if projection is None else projection(part.detach())
+            for part, projection in zip(parts, projections)
+        ]
+        weights = [layer.weight for layer in layers]
+        return [*_PlainStreams.apply(x, counts, *results, *weights)]
+    return [
+        None if projection is None else projection.unpadded(part)
+        for part, projection in zip(parts, projections)
+    ]
+
+
+def _rows_of(stream: Tensor) -> Tensor:
+    """Return `[R, d]` to write the rows of `[B, N, d]` to: a view where it is one matrix, as it is
+    of one sample."""
+    if len(stream) == 1:
+        return stream[0]
+    return stream.new_empty(stream.shape[0] * stream.shape[1], stream.shape[2])
+
+
+def _write_rows(stream: Tensor, rows: Tensor) -> None:
+    """Copy rows into the stream, unless they are its view."""
+    if len(stream) > 1:
+        stream.copy_(rows.view(stream.shape))
+
+
+class _LoraStreams(torch.autograd.Function):
+    """`_FusedLoraLinear` of each stream, without padding in x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        counts: Sequence[int],
+        projections: Sequence[FusedLinear | None],
+        trains: bool,
+        *factors: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.counts = counts
+        ctx.layouts = [None if p is None else (p.pad, p._columns, p.ranks) for p in projections]
+        results: list[Tensor | None] = []
+        kept: list[Tensor] = []
+        for part, projection in zip(x.split(list(counts), dim=1), projections):
+            if projection is None:
+                results.append(None)
+                continue
+            weight, down = _views(projection._buffer, projection.pad)
+            rows = torch.ops.sage_fast.adapter_rows(part, down, False)
+            if trains:
+                # A copy of the product frees the rows.
+                kept += [rows[..., down.shape[1] :].contiguous(), projection._buffer]
+            results.append(F.linear(rows, weight, projection._bias))
+        if trains:
+            ctx.save_for_backward(x, *kept)
+        return tuple(results)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # read once: under checkpointing this triggers the recomputation
+        x, *kept = ctx.saved_tensors
+        dx = x.new_empty(x.shape) if ctx.needs_input_grad[0] else None
+        needed = list(ctx.needs_input_grad[5::2])
+        factors: list[Tensor | None] = []
+        start = 0
+        for grad, layout, count in zip(grads, ctx.layouts, ctx.counts):
+            tokens = slice(start, start + count)
+            start += count
+            into = None if dx is None else dx[:, tokens]
+            if layout is None:
+                if into is not None:
+                    into.zero_()
+                continue
+            pad, columns, ranks = layout
+            product, buffer, *kept = kept
+            asked, needed = needed[: len(ranks)], needed[len(ranks) :]
+            if grad is None:
+                factors += [None] * 2 * len(ranks)
+                if into is not None:
+                    into.zero_()
+                continue
+            rows, product, part = (t.flatten(0, -2) for t in (grad, product, x[:, tokens]))
+            weight, down = _views(buffer, pad)
+            width = down.shape[1]
+            # dy s B apart from dy W, which is the tensor of all streams
+            inner = rows @ weight[:, width:]
+            ddown = mm_in_float32(inner.t(), part)
+            if into is not None:
+                written = _rows_of(into)
+                torch.mm(rows, weight[:, :width], out=written)
+                written.addmm_(inner, down)
+                _write_rows(into, written)
+            factors += _factor_gradients(rows, product, ddown, columns, ranks, asked)
+        return dx, None, None, None, *factors
+
+
+class _PlainStreams(torch.autograd.Function):
+    """The results of plain layers as they are; the backward adds the gradient in x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, counts: Sequence[int], *rest: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.counts = counts
+        results = rest[: len(counts)]
+        ctx.present = [result is not None for result in results]
+        ctx.like = x.shape, x.dtype, x.device
+        ctx.save_for_backward(*rest[len(counts) :])
+        return tuple(None if result is None else result.view_as(result) for result in results)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        weights = ctx.saved_tensors  # read once: under checkpointing this recomputes
+        unread = iter(weights)
+        shape, dtype, device = ctx.like
+        dx = torch.empty(shape, dtype=dtype, device=device)
+        for into, grad, is_present in zip(dx.split(list(ctx.counts), dim=1), grads, ctx.present):
+            weight = next(unread) if is_present else None
+            if weight is None or grad is None:
+                into.zero_()
+                continue
+            written = _rows_of(into)
+            torch.mm(grad.flatten(0, -2), weight.to(grad.dtype), out=written)
+            _write_rows(into, written)
+        return dx, None, *grads, *[None] * len(weights)
 
 
 class _FeedForward(torch.autograd.Function):
