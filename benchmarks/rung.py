@@ -18,12 +18,11 @@ from sage_fast.benchmarks.stock import (
     load_kernel,
     merged_copy,
 )
-from sage_fast.models.hunyuan15.cost import activation_bytes
 from torch import Tensor
 
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.schema import DType, ModelConfig
 from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import fastest, measure_attention
 from sage_fast.models.checkpointing import (
@@ -32,6 +31,7 @@ from sage_fast.models.checkpointing import (
     fastest_that_fits,
     set_checkpointing,
 )
+from sage_fast.models.cost import Activations
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
@@ -319,20 +319,15 @@ class Rung:
         blocks = len(self.transformer.transformer_blocks)
         if mode in MODES:
             return CheckpointPlan(mode, blocks, blocks)
-        tokens = math.prod(self.size.space) + self.size.text_tokens
         ranks = [p.shape[0] for name, p in self.transformer.named_parameters() if "lora_A" in name]
-        needed = {
-            name: activation_bytes(
-                name,
-                self.transformer.config,
-                tokens,
-                self.x.new_empty(0, dtype=self.ours.dtype).element_size(),
-                max(ranks),
-                self.size.batch,
-                self.size.passes,
-            )
-            for name in MODES
-        }
+        dtype: DType = "float32" if self.ours.dtype == torch.float32 else "bfloat16"
+        needed = Activations(
+            spec_of(self.size.testbed),
+            ModelConfig(dtype=dtype, lora_rank=max(ranks)),
+            self.shape,
+            batch_size=self.size.batch,
+            guidance=self.size.guidance,
+        )
         return fastest_that_fits(needed, MEMORY_SHARE * free_bytes(self.device), blocks)
 
     def schedule(self, policy: HunyuanVideo15Policy) -> Any:

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from sage_fast.algorithm.flops import training_flops
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.cost import Activations
 from sage_fast.models.hunyuan15.conditioning import Inputs
-from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import (
     HunyuanVideo15,
@@ -178,10 +179,10 @@ def sizes() -> str:
         Work(height=352, width=624), Work(height=720, width=1280), Work(frames=121, height=720,
             width=1280),
     ):  # fmt: skip
-        kept = [
-            activation_bytes("attention", ARCHITECTURE, math.ceil(work.joint / size), BF16, rank=64)
-            for size in (1, 8)
-        ]
+        kept = []
+        for size in (1, 8):
+            model = ModelConfig(lora_rank=64, sequence_parallel=size)
+            kept.append(Activations(HunyuanVideo15(), model, work.latents)["attention"])
         share = attention_flops(ARCHITECTURE, work.tokens, TEXT_TOKENS) / work.forward
         rows.append(
             [f"{work.frames} x {work.height} x {work.width}", f"{work.tokens:,}",

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -37,10 +36,11 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
 from sage_fast.config.loader import dump
+from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE
 from sage_fast.models.checkpointing import MODES
+from sage_fast.models.cost import Activations
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.ops._dispatch import REFERENCES
@@ -464,9 +464,10 @@ def test_auto_recomputes_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["testbed batch 1"])
     assert str(rung.checkpointing("train auto")) == "none"
     rung.plans.clear()
-    config, blocks = rung.transformer.config, len(rung.transformer.transformer_blocks)
-    tokens = math.prod(RUNGS["testbed batch 1"].space) + RUNGS["testbed batch 1"].text_tokens
-    some, least = (activation_bytes(mode, config, tokens, 4, 16) for mode in ("none", "attention"))
+    blocks = len(rung.transformer.transformer_blocks)
+    model = ModelConfig(dtype="float32", lora_rank=16)
+    needed = Activations(rung_module.spec_of(True), model, rung.shape)
+    some, least = needed["none"], needed["attention"]
     free = int((some + least) / 2 / rung_module.MEMORY_SHARE)
     monkeypatch.setattr(rung_module, "free_bytes", lambda device: free)
     chosen = rung.checkpointing("train auto")

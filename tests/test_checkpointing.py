@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +65,7 @@ def test_attention_runs_once(mode: str, again: int) -> None:
     assert (forward.forwards, backward.forwards) == (layers, again * layers)
     assert backward.backwards == layers
     joint = 80 + conditioning.context.shape[1]
-    per_token = attention_output_bytes(model.policy.transformer.config, 4)
+    per_token = 4 * (16 + 1) * 4  # 4 heads: the values, and a log-sum-exp
     assert forward.bytes == len(PROMPTS) * layers * joint * per_token
 
 
@@ -445,17 +444,8 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
         sampling__offload_trajectories=True,
     )
     model = tiny_model(settings())
-    needs = [
-        activation_bytes(
-            mode,
-            model.policy.transformer.config,
-            model.spec.attention_shape(config.sampling)[0],
-            4,
-            rank=4,
-            batch_size=8,
-        )
-        for mode in MODES
-    ]
+    needed = model.spec.cost(config).activations
+    needs = [needed[mode] for mode in MODES]
     assert needs == sorted(needs, reverse=True)
     trained = sum(p.numel() for p in model.policy.parameters().values())
     coming = (4 + 8) * trained  # gradients, and the two moments of AdamW

@@ -18,14 +18,13 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.commands.export_formats import export
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config, SamplingConfig
-from sage_fast.models.cost import Cost
+from sage_fast.models.checkpointing import MODES
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.find import family_note, find_spec
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
@@ -42,6 +41,7 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from tests.pretend_cuda import CUDA, PretendCuda
 from tests.ranks import command_on_ranks
+from tests.test_cost import live_activations
 from tests.tiny import CPU, settings
 
 WORDS, WIDTH = 8, 12  # tokens of every prompt, values of each
@@ -154,34 +154,8 @@ class Wan(Spec):
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         return 16, (sampling.num_frames - 1) // 4 + 1, sampling.height // 8, sampling.width // 8
 
-    def cost(self, config: Config) -> Cost:
-        """FLOPs as PyTorch counts them on the meta device."""
-        network, vae, shape = (
-            self.meta("denoiser"),
-            self.meta("vae"),
-            self.latent_shape(config.sampling),
-        )
-        with torch.device("meta"), torch.no_grad():
-            with FlopCounterMode(display=False) as forward:
-                network(torch.randn(1, *shape), torch.ones(1), torch.randn(1, WORDS, WIDTH))
-            with FlopCounterMode(display=False) as decode:
-                vae.decode(torch.randn(1, *shape))
-        layers, tokens = network.config.num_layers, self.tokens(shape)
-        width = network.config.num_attention_heads * network.config.attention_head_dim
-        # of a token, in widths
-        values = {"none": 24 * layers, "attention": 4 * layers + 24, "full": layers + 24}
-        return Cost(
-            forward=float(forward.get_total_flops()),
-            attention=4.0 * width * layers * tokens * (tokens + WORDS),
-            decode=float(decode.get_total_flops()),
-            decoder_weights=sum(p.numel() for p in vae.parameters()),
-            activations={
-                mode: 4.0 * count * width * tokens * config.train.batch_size
-                for mode, count in values.items()
-            },
-            step=4.0 * 24 * width * tokens * config.sampling.batch_size,
-            context=4.0 * WORDS * WIDTH,
-        )
+    def assumed_condition(self) -> Text:
+        return Text(text=torch.zeros(WORDS, WIDTH))
 
     def policy(
         self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float
@@ -464,6 +438,20 @@ def test_streamed_blocks_leave_buffers_on_the_device(folder: Path) -> None:
             hosted = [name for name, p in network.named_parameters() if p.device.type == "cpu"]
             assert hosted
             assert all(name.startswith("blocks.") for name in hosted)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_its_activations_are_counted(folder: Path, mode: str, guidance: float) -> None:
+    """As tensors that are alive on the CPU, with no formula of the family's."""
+    config = config_of(folder, sampling__guidance_scale=guidance, sampling__num_frames=33)
+    model = load_model(config.model, config.sampling, CPU, 0)
+    counted = model.spec.cost(config).activations[mode]
+    batch = config.train.batch_size
+    live = live_activations(
+        model.spec, model.policy, mode, model.spec.latent_shape(config.sampling), batch, guidance
+    )
+    assert counted == pytest.approx(live, rel=0.01)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

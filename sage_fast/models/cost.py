@@ -227,7 +227,7 @@ class _Case:
             spec=spec,
             identity=(type(spec), spec.path, configs, spec.prompt_tokens),
             model=trained,
-            latent=tuple(latent),
+            latent=latent,
             guidance=guidance,
         )
 
@@ -454,7 +454,7 @@ def _on_meta(case: _Case) -> Iterator[_Functions]:
         raise UserError(
             f"model.path = {case.spec.path!r}: the cost of {case.spec.title} cannot be counted on "
             f"the meta device, where tensors have no values: {first_line(error)}; expected a "
-            "policy that reads none, as within a CUDA graph; the nearest is a `Spec.cost` of its own"
+            "policy that reads none, as within a CUDA graph; the nearest is a Spec.cost of its own"
         ) from error
 
 
