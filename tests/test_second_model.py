@@ -51,7 +51,7 @@ DENOISER = {
     "text_dim": WIDTH,
     "freq_dim": 16,
     "ffn_dim": 32,
-    "num_layers": 2,
+    "num_layers": 4,
 }
 VAE = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
@@ -136,7 +136,7 @@ class Wan(Spec):
     networks: ClassVar = {"denoiser": WanTransformer3DModel}
     autoencoder = AutoencoderKLWan
     condition = Text
-    randoms: ClassVar[tuple[str, ...]] = ("random:wan-tiny", "random:wan-tiny-4-blocks")
+    randoms: ClassVar[tuple[str, ...]] = ("random:wan-tiny", "random:wan-tiny-3-blocks")
     hub_names = r"wan-?2\.1"
     fps = 16
     text_tokens = WORDS
@@ -145,7 +145,7 @@ class Wan(Spec):
     def published_sizes(self, part: str) -> Mapping[str, Any]:
         if part == "vae":
             return VAE
-        return DENOISER | {"num_layers": 4 if self.path.endswith("-4-blocks") else 2}
+        return DENOISER | {"num_layers": 3 if self.path.endswith("-3-blocks") else 4}
 
     @property
     def patch(self) -> int:
@@ -264,9 +264,9 @@ def test_random_weights_of_a_family_of_ones_own(folder: Path) -> None:
     (row,) = read_metrics(folder / "random" / "metrics.jsonl")
     assert row["grad_norm"] > 0
 
-    spec = find_spec(f"{__name__}:Wan:random:wan-tiny-4-blocks")
+    spec = find_spec(f"{__name__}:Wan:random:wan-tiny-3-blocks")
     assert isinstance(spec, Wan)
-    assert len(spec.meta("denoiser").blocks) == 4
+    assert len(spec.meta("denoiser").blocks) == 3
 
 
 @pytest.mark.parametrize("name", ["random:wan-tine", "random:hunyuanvideo15-480p"])
