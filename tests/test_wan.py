@@ -357,6 +357,19 @@ def test_the_published_models(
     assert spec.fps == (24 if "2.2" in path else 16)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+        "Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+    ],
+)
+def test_a_hub_id_of_another_task_is_not_planned(path: str) -> None:
+    with pytest.raises(UserError, match=r"by its name.*such as Wan-AI/Wan2.2-TI2V-5B-Diffusers"):
+        find_spec(path)
+
+
 def changed(folder: Path, part: str, **values: Any) -> None:
     file = folder / part / "config.json" if part else folder / "model_index.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))

@@ -211,7 +211,7 @@ def test_a_layer_without_another_name_is_said(target: Any) -> None:
 
 def test_the_card_names_the_licence_and_the_pipeline(exported: Path) -> None:
     card = (exported / "README.md").read_text()
-    assert "apache-2.0" in card.split("---")[1]
+    assert "license: apache-2.0" in card.split("---")[1]
     assert "fps=16" in card
     assert "guidance_scale=4.5" in card
     assert "negative_prompt=" in card

@@ -51,14 +51,11 @@ def model_card(
     tags = [task, "sage-fast"]
     if is_lora:
         tags.append("lora")
-    license_name, license_link = spec.license or (None, None)
     data = ModelCardData(
         base_model=base,
         base_model_relation=relation,
         library_name="diffusers",
-        license="other" if license_name else None,
-        license_name=license_name,
-        license_link=license_link,
+        **_license(spec),
         pipeline_tag=task,
         tags=tags,
     )
@@ -90,6 +87,17 @@ def model_card(
         files=sorted(weights),
     )
     return str(card)
+
+
+def _license(spec: Spec) -> dict[str, Any]:
+    """Return the licence of a family's checkpoints as the hub's cards have it: by its name if the
+    hub knows it, else as `other`, by name and address."""
+    if spec.license is None:
+        return {"license": None}
+    name, address = spec.license
+    if not address:
+        return {"license": name}
+    return {"license": "other", "license_name": name, "license_link": address}
 
 
 def _evaluation(run: RunFolder, iteration: int) -> str:

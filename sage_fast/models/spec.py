@@ -74,7 +74,7 @@ class Spec:
         set_guidance: the line that sets the guidance scale `{:g}` of a diffusers pipeline `pipe`,
             for the cards; empty: its call takes `guidance_scale`.
         license: name and address of the checkpoint's licence, for the cards of models trained from
-            it.
+            it; no address where the hub knows the name.
     """
 
     title: ClassVar[str]

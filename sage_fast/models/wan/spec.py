@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -59,6 +60,9 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 
 The scale of the latents is not among them: without a checkpoint nothing is decoded but noise.
 """
+OTHER_TASKS = r"a14b|(?<!t)i2v|flf2v|vace|animate|s2v|fun"
+"""In the names of published checkpoints of Wan that do not make a video of a text by one
+transformer."""
 RATES = {16: 16, 48: 24}
 """Channels of the latents -> frames per second of the videos, as published."""
 
@@ -72,7 +76,7 @@ class Wan(Spec):
 
     title = "Wan"
     published = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
-    hub_names = r"wan-?2\.[12]"
+    hub_names = r"\bwan[-_]?2"
     networks: ClassVar = {"transformer": WanTransformer3DModel}
     autoencoder = AutoencoderKLWan
     condition = TextEmbedding
@@ -81,15 +85,17 @@ class Wan(Spec):
     encoder_bytes = 11.4e9  # UMT5-XXL in 16 bits
     lora_targets = r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))"
     lora_layouts: ClassVar = {"original": original, "comfyui": comfyui}
-    license: ClassVar[tuple[str, str] | None] = (
-        "apache-2.0",
-        "https://www.apache.org/licenses/LICENSE-2.0",
-    )
+    license: ClassVar[tuple[str, str] | None] = ("apache-2.0", "")
 
     def __init__(
         self, path: str = "", configs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         super().__init__(path, configs)
+        if not self.configs and re.search(OTHER_TASKS, path.lower()):
+            raise UserError(
+                f"model.path = {path!r}: by its name a checkpoint for another task, or of two "
+                f"transformers; expected one for text-to-video, such as {self.published}"
+            )
         self.fps = RATES.get(self.vae.config.z_dim, Spec.fps)
 
     def published_sizes(self, part: str) -> Mapping[str, Any]:
