@@ -524,7 +524,7 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)]
+    ("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 52), ("", 1, 80)]
 )
 def test_a_run_takes_the_mode_of_its_plan(
     name: str, ranks: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch
