@@ -24,8 +24,8 @@ from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry
 from sage_fast.data.prompts import configured_prompts
 from sage_fast.models.checkpointing import MODES, CheckpointPlan
 from sage_fast.models.cost import Cost
+from sage_fast.models.find import find_spec
 from sage_fast.models.policy import Policy
-from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
 from sage_fast.models.trainable import meta_policy
 from sage_fast.parallel.engine_memory import engine_memory
@@ -56,9 +56,7 @@ MOST_CPU_SECONDS = 7 * 86400
 """A run that would take longer on CPU cores is planned for GPUs."""
 
 
-@functools.cache
-def _published() -> Spec:
-    return default_family()()
+_spec_of = functools.cache(find_spec)
 
 
 @functools.lru_cache(maxsize=4)  # a study and a grid plan many runs of a model
@@ -173,7 +171,7 @@ def plan(
 
     Args:
         config: validated settings.
-        spec: spec of the model; by default the published sizes of the default family.
+        spec: spec of the model; by default that of `config.model.path`, from what is here.
         ranks: number of GPUs. Samples are spread over them, or over groups of
             `model.sequence_parallel`; `train.engine` decides which weights and optimizer states are
             sharded.
@@ -181,7 +179,7 @@ def plan(
         chosen: what a run recomputes; by default what fits.
         rewards: setting and name of a reward -> its bytes on each GPU, or None if it does not say.
     """
-    spec = spec or _published()
+    spec = spec or _spec_of(config.model.path)
     rewards = rewards or {}
     model, train, sharing = config.model, config.train, config.model.sequence_parallel
     check_heads(sharing, spec.heads)
