@@ -484,7 +484,7 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = 12 * trained + adapter_copies(model)
     free = (cost.activations["none"] + graphs + taken - 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
-    monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
+    model.policy.states.device = torch.device("cuda")
     chosen, left = fit.choose_checkpointing(ResolvedConfig(config), model)
     assert chosen == CheckpointPlan("attention", 1, 3)
     assert left >= graphs
@@ -513,7 +513,7 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(
     taken = 12 * trained + adapter_copies(model)
     free = (cost.activations["none"] + taken + 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
-    monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
+    model.policy.states.device = torch.device("cuda")
     chosen, left = fit.choose_checkpointing(ResolvedConfig(config), model)
     assert chosen == CheckpointPlan("none", 3, 3)
     assert left < cost.step
@@ -542,7 +542,7 @@ def test_a_run_takes_the_mode_of_its_plan(
     )
     monkeypatch.setattr(fit, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
     monkeypatch.setattr(fit, "world_size", lambda: ranks)
-    monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
+    policy.states.device = torch.device("cuda")
     mode, left = fit.choose_checkpointing(ResolvedConfig(config), model)
     memory, cost = (
         plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory,

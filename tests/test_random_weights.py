@@ -142,5 +142,7 @@ def test_images_take_tokens_and_encoders() -> None:
         == 0
     )
     part = "activations, checkpointing full"
-    assert more.memory[part] / less.memory[part] == pytest.approx((32_760 + 929) / (32_760 + 200))
+    assert more.memory[part] / less.memory[part] == pytest.approx(
+        (32_760 + 929) / (32_760 + 200), rel=0.005
+    )
     assert "with 929 tokens a prompt" in " ".join(format_plan(more).split())

@@ -277,10 +277,10 @@ def _activation_bytes(case: _Case, batch: int, sharing: int, mode: str) -> float
         for p in policy.parameters().values():
             p.grad = torch.empty_like(p)  # as in every micro-batch but the first
         with _on_meta(case), torch.enable_grad(), policy.at_guidance(case.guidance):
-            table, keys = _conditions(policy, case, batch, steps=1)
             x = torch.empty(batch, *case.latent)
             steps = torch.zeros(batch, dtype=torch.int64)
-            with torch.no_grad():
+            with _LiveOnMeta(), torch.no_grad():
+                table, keys = _conditions(policy, case, batch, steps=1)
                 policy.velocity(x, table.at(keys, steps))  # makes what stays, such as rotary tables
             with _LiveOnMeta() as live:
                 v = policy.guided_velocity(x, table.at(keys, steps))
@@ -304,12 +304,13 @@ def _step_bytes(case: _Case, batch: int, steps: int, casts: bool) -> float:
     def count(policy: Policy) -> float:
         policy.sequence = None
         with _on_meta(case) as functions, torch.no_grad(), policy.at_guidance(case.guidance):
-            table, keys = _conditions(policy, case, 1, steps)
-            conditions = table.of(keys * batch)
             x = torch.empty(batch, *case.latent)
             step = torch.zeros(1, dtype=torch.int64)
-            functions.weights.clear()
-            policy.velocity(x, conditions.at(step))  # makes what stays, such as rotary tables
+            with _LiveOnMeta():
+                table, keys = _conditions(policy, case, 1, steps)
+                conditions = table.of(keys * batch)
+                functions.weights.clear()
+                policy.velocity(x, conditions.at(step))  # makes what stays, such as rotary tables
             with _LiveOnMeta() as live:
                 velocities = policy.velocities(x, conditions.at(step))
             del velocities
