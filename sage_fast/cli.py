@@ -133,7 +133,9 @@ def _parser(commands: Collection[str], *, list_settings: bool = False) -> argpar
     """
     parser = argparse.ArgumentParser(
         prog="sage-fast",
-        description="Align HunyuanVideo 1.5 with reward models by SAGE-GRPO.",
+        description=(
+            "Align video generators with reward models by SAGE-GRPO: HunyuanVideo 1.5, Wan."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
