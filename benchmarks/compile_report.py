@@ -35,8 +35,11 @@ SHARED_BYTES = {
 }
 """Compute capability times 10 -> shared memory that a program may have."""
 ARCHITECTURES = (*SHARED_BYTES,)
-NORM_SIZES = "d 2048, 16 heads of 128"
-"""Sizes of the published transformer."""
+WIDTH = 2048
+NORM_SIZES = f"d {WIDTH}, 16 heads of 128"
+"""Sizes of HunyuanVideo 1.5's transformer."""
+WIDER = 3072
+"""Width of Wan 2.2 TI2V's."""
 HEADS_TOGETHER = (12, 24, 40)
 """Heads of 128 that published transformers of 1.3, 5 and 14 B parameters normalise together."""
 TOKENS = 32_960
@@ -74,6 +77,7 @@ class Specialisation:
         pad: columns on the right of each row of a normalisation's result and its gradient.
         heads: heads of 128 of RMSNorm and rotation.
         all_heads: whether all heads of a token are normalised together.
+        width: of the rows of LayerNorm and of the gated residual.
     """
 
     kernel: str
@@ -97,6 +101,7 @@ class Specialisation:
     pad: int = 0
     heads: int = 16
     all_heads: bool = False
+    width: int = WIDTH
 
     def __str__(self) -> str:
         if self.outputs:
@@ -128,7 +133,7 @@ class Specialisation:
         return [words.get(flag, flag) for flag in flags if getattr(self, flag)]
 
     def _of_a_norm(self) -> list[str]:
-        parts = [self.x, NORM_SIZES]
+        parts = [self.x, NORM_SIZES if self.width == WIDTH else f"d {self.width}"]
         if self.all_heads:
             parts = [self.x, f"{self.heads} heads of 128 together"]
         if self.weights:
@@ -279,6 +284,26 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         for x in ("bf16", "fp32")
         for rank in RANKS
     ),
+    *(
+        Specialisation(kernel=f"_{name}_fwd_kernel", x="bf16", width=WIDER)
+        for name in ("norm_modulate", "gated_norm", "gated_sum")
+    ),
+    *(
+        Specialisation(
+            kernel="_norm_modulate_bwd_kernel",
+            x="bf16",
+            sums=sums,
+            residual=True,
+            gated=gated,
+            width=WIDER,
+        )
+        for sums in (False, True)
+        for gated in (False, True)
+    ),
+    *(
+        Specialisation(kernel="_gated_sum_bwd_kernel", x="bf16", sums=sums, width=WIDER)
+        for sums in (False, True)
+    ),
     Specialisation(kernel="_reduce_kernel", outputs=1, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5),
@@ -371,7 +396,7 @@ def _flags_and_options(s: Specialisation, arch: int) -> tuple[dict[str, Any], di
         "VEC": 4 if "fp32" in (s.x, s.v) else 8,
         "OUTPUTS": s.outputs,
         "PARTIALS": common.MAX_PROGRAMS,
-        "WIDTH": 2048,
+        "WIDTH": common.power_of_2(s.width),
         "MODULATION": s.sums,
         "WEIGHTS": s.sums,
         # those that normalise all heads together have no text in this attention

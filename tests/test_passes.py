@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
+from sage_fast.benchmarks import wan_passes
 from sage_fast.benchmarks.passes import MARKS, UNIT, Traffic, count_block, table
 
 from sage_fast.config.schema import ModelConfig
@@ -55,3 +56,17 @@ def test_the_page_has_todays_table() -> None:
     """`python -m sage_fast.benchmarks.passes docs/explanation/rollout-engine.md` writes it."""
     written = PAGE.read_text().split(MARKS[0])[1].split(MARKS[1])[0].strip()
     assert written == table()
+
+
+def test_a_block_of_wan_moves_a_fraction_of_what_diffusers_block_moves() -> None:
+    """`python -m sage_fast.benchmarks.wan_passes docs/how-to/wan.md` writes its table."""
+    page = Path(__file__).parents[1] / "docs" / "how-to" / "wan.md"
+    begin, end = wan_passes.MARKS
+    assert page.read_text().split(begin)[1].split(end)[0].strip() == wan_passes.table()
+    unit = wan_passes.count_unit()
+    passes = {
+        path: [sum(t.bytes.values()) / unit for t in wan_passes.count(path)]
+        for path in wan_passes.COLUMNS
+    }
+    for ours, stock in zip(passes["ours"], passes["stock"], strict=True):
+        assert 4 * ours < stock
