@@ -43,6 +43,7 @@ from sage_fast.models.hunyuan15.spec import (
     forward_flops,
 )
 from sage_fast.models.random_weights import random_module
+from sage_fast.models.spec import Spec
 from sage_fast.models.trainable import make_trainable
 from sage_fast.parallel.fit import MEMORY_SHARE
 from sage_fast.rollout.graphs import StepGraphs
@@ -140,15 +141,23 @@ def random_transformer(
 ) -> HunyuanVideo15Transformer3DModel:
     """Return the transformer with random weights, allocated on the device, and a nonzero LoRA
     adapter."""
-    spec = spec_of(testbed)
-    transformer = random_module(spec, "transformer", dtype, device)
-    make_trainable(spec, transformer, ModelConfig(lora_rank=16 if testbed else 64, lora_alpha=16))
+    config = ModelConfig(lora_rank=16 if testbed else 64, lora_alpha=16)
+    return random_network(spec_of(testbed), config, device, dtype)
+
+
+def random_network(
+    spec: Spec, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """Return the main network of a family with random weights, allocated on the device, and an
+    adapter of which nothing is 0."""
+    network = random_module(spec, spec.main_network(), dtype, device)
+    make_trainable(spec, network, config)
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
-        for name, p in transformer.named_parameters():
+        for name, p in network.named_parameters():
             if ".lora_B." in name:
                 p.normal_(std=0.02, generator=generator)
-    return transformer
+    return network
 
 
 def with_own_adapter(transformer: Any, dtype: torch.dtype) -> Any:

@@ -45,6 +45,8 @@ TARGET = {
 KERNELS = ("fwd", "bwd_pre", "bwd", "bwd_post")
 SHAPE = (1, 32_960, 16, 128)
 """(B, S, H, D) of HunyuanVideo 1.5 at 480p, 81 frames, 200 text tokens."""
+KEYS = 512
+"""Keys of Wan's attention to a text, which has other lengths than the queries."""
 SHORTEST = 129  # shorter sequences have kernels of their own
 LOADER = Path(__file__).with_name("flash4_loader.py")
 
@@ -176,9 +178,12 @@ def check() -> str:
         from sage_fast.models.attention.backends import ATTENTION
         from sage_fast.models.attention.trial import try_attention
 
-        trial = try_attention(ATTENTION["flash4"], SHAPE, torch.device("cuda"), torch.bfloat16)
-        if trial.problem:
-            sys.exit(f"FlashAttention 4's kit: {trial.problem}")
+        where = (SHAPE, torch.device("cuda"), torch.bfloat16)
+        trial = try_attention(ATTENTION["flash4"], *where)
+        of_a_text = try_attention(ATTENTION["flash4"], *where, KEYS)
+        problem = trial.problem or of_a_text.problem
+        if problem:
+            sys.exit(f"FlashAttention 4's kit: {problem}")
         took = f"forward and backward {trial.milliseconds:.1f} ms, error {trial.error:.1e}"
         return f"FlashAttention 4's kit at {SHAPE}: {took}"
     for name, launch in _launches(kit).items():
@@ -199,11 +204,16 @@ def check() -> str:
 
 def _launches(kit: Any) -> dict[str, Callable[[], Any]]:
     """Return kernel -> its call with tensors that claim to be on a GPU, in memory that is not
-    there."""
+    there. There are more keys than queries."""
     shape = (1, SHORTEST, 2, SHAPE[3])
-    query, key, value = (_on_gpu(t) for t in like_the_model(shape, device="meta"))
-    out, dout, dq, dk, dv = (
-        _on_gpu(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for _ in range(5)
+    shape_of_keys = (1, KEYS, 2, SHAPE[3])
+    query = _on_gpu(like_the_model(shape, device="meta")[0])
+    _, key, value = (_on_gpu(t) for t in like_the_model(shape_of_keys, device="meta"))
+    out, dout, dq = (
+        _on_gpu(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for _ in range(3)
+    )
+    dk, dv = (
+        _on_gpu(torch.empty(shape_of_keys, dtype=torch.bfloat16, device="meta")) for _ in range(2)
     )
     rows = -(-SHORTEST // kit.facts()["backward_tile"]) * kit.facts()["backward_tile"]
     single = functools.partial(torch.empty, dtype=torch.float32, device="meta")

@@ -2,8 +2,9 @@
 `scripts.flash4_kit`.
 
 It has the two functions that sage_fast/models/attention/flash4.py calls, for the one case that
-HunyuanVideo 1.5 needs: bfloat16, heads of 128, as many key heads as query heads, no mask, Hopper.
-Lengths, batch and heads are free.
+HunyuanVideo 1.5 and Wan need: bfloat16, heads of 128, as many key heads as query heads, no mask,
+Hopper. Batch, heads and both lengths are free: that of the keys may be another than that of the
+queries, as in attention to a text.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ def check(*tensors: Tensor) -> None:
 
     Raises:
         RuntimeError: the GPU, a dtype or a width is another, or they are too short.
-        ValueError: keys or values have another shape than the queries.
+        ValueError: keys have another batch, number of heads or width than the queries, or values
+            another shape than the keys.
     """
-    for name, tensor in zip("qkv", tensors):
-        if tensor.shape != tensors[0].shape:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}; expected {list(tensors[0].shape)} as q"
-            )
+    query, key, value = tensors
+    expected = [query.shape[0], key.shape[1], *query.shape[2:]]
+    if list(key.shape) != expected:
+        raise ValueError(f"k has shape {list(key.shape)}; expected {expected}, as q but its length")
+    if value.shape != key.shape:
+        raise ValueError(f"v has shape {list(value.shape)}; expected {list(key.shape)} as k")
     capability = torch.cuda.get_device_capability(tensors[0].device)
     if "sm_{}{}".format(*capability) != facts()["arch"]:
         raise RuntimeError(

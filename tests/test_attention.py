@@ -532,17 +532,33 @@ def test_what_is_wrong_or_broken_is_found_out(name: str, dtype: torch.dtype) -> 
     ("backend", "dtype"),
     [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in usable(DEVICE, kind)],
 )
-@pytest.mark.parametrize("shape", [(2, 1000, 2, 128), (2, 333, 4, 128)])
+@pytest.mark.parametrize(
+    ("shape", "keys"), [((2, 1000, 2, 128), None), ((2, 333, 4, 128), None), ((2, 333, 4, 128), 40)]
+)
 def test_a_right_backend_passes_with_room(
-    shape: tuple[int, ...], backend: str, dtype: torch.dtype
+    shape: tuple[int, ...], keys: int | None, backend: str, dtype: torch.dtype
 ) -> None:
     """Correct backends stay below half of the error limit, and their rollouts round as training
     does."""
-    trial = try_attention(ATTENTION[backend], shape, DEVICE, dtype)
+    trial = try_attention(ATTENTION[backend], shape, DEVICE, dtype, keys)
     assert trial.problem == ""
     assert trial.agrees
     assert trial.error < LARGEST_ERROR[dtype] / 2
     assert trial.milliseconds > 0
+
+
+def test_a_backend_that_reads_no_text_is_found_out() -> None:
+    """One that expects as many keys as queries, as self-attention has."""
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape != query.shape:
+            raise ValueError("k has another shape")
+        return ATTENTION["sdpa"](query, key, value)
+
+    shape = (2, 100, 2, 32)
+    assert try_attention(of_one_length, shape, DEVICE, torch.float32).problem == ""
+    trial = try_attention(of_one_length, shape, DEVICE, torch.float32, keys=40)
+    assert trial.problem == "it does not run: ValueError: k has another shape"
 
 
 def with_candidates(monkeypatch: pytest.MonkeyPatch, **candidates: Attention) -> None:

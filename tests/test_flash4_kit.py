@@ -89,26 +89,47 @@ def test_other_cases_are_refused(kit: ModuleType, change: Callable[[Tensor], Ten
         kit.flash_attn_func(*map(change, like_the_model((1, 130, 2, 128))))
 
 
-@pytest.mark.parametrize("name", ["k", "v"])
+def test_keys_may_have_a_length_of_their_own(
+    kit: ModuleType, calls: dict[str, tuple[Any, ...]]
+) -> None:
+    """As in Wan's attention to a text."""
+    query = torch.empty(1, 300, 2, 128, dtype=torch.bfloat16)
+    key, value = (torch.empty(1, 200, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    out, lse = kit.flash_attn_func(query, key, value, return_lse=True)
+    gradients = kit._flash_attn_bwd(query, key, value, out, torch.zeros_like(out), lse)
+    assert (out.shape, lse.shape) == (query.shape, (1, 2, 300))
+    assert [t.shape for t in gradients] == [query.shape, key.shape, value.shape]
+    assert calls["bwd_post"][0].shape == (1, 2, 320 * 128)  # whole tiles of 80 rows
+
+
 @pytest.mark.parametrize(
-    "shape", [(1, 131, 2, 128), (1, 130, 1, 128), (2, 130, 2, 128), (1, 260, 2, 128)]
+    ("name", "shape", "expected"),
+    [
+        pytest.param("k", (1, 130, 1, 128), "[1, 130, 2, 128], as q", id="heads of k"),
+        pytest.param("k", (2, 130, 2, 128), "[1, 130, 2, 128], as q", id="batch of k"),
+        pytest.param("v", (1, 131, 2, 128), "[1, 130, 2, 128] as k", id="length of v"),
+        pytest.param("v", (1, 130, 1, 128), "[1, 130, 2, 128] as k", id="heads of v"),
+        pytest.param("v", (2, 130, 2, 128), "[1, 130, 2, 128] as k", id="batch of v"),
+    ],
 )
 def test_keys_and_values_of_another_shape_are_named(
-    kit: ModuleType, calls: dict[str, tuple[Any, ...]], name: str, shape: tuple[int, int, int, int]
+    kit: ModuleType,
+    calls: dict[str, tuple[Any, ...]],
+    name: str,
+    shape: tuple[int, int, int, int],
+    expected: str,
 ) -> None:
     """The kernels would read past their ends."""
     given = dict(zip("qkv", like_the_model((1, 130, 2, 128))))
     out, lse = kit.flash_attn_func(*given.values())
     calls.clear()
     given[name] = like_the_model(shape)[0]
+    message = f"{name} has shape {[*shape]}; expected {expected}"
     for call in (
         lambda: kit.flash_attn_func(*given.values()),
         lambda: kit._flash_attn_bwd(*given.values(), out, out, lse),
     ):
-        with pytest.raises(
-            ValueError,
-            match=rf"^{name} has shape {re.escape(str([*shape]))}; expected \[1, 130, 2, 128\]",
-        ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             call()
     assert not calls
 

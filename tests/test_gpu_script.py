@@ -22,22 +22,28 @@ from typing import Any
 import psutil
 import pytest
 from sage_fast.benchmarks import operators, rung
+from sage_fast.benchmarks.stock import register_attention
+from torch import Tensor
 
 from sage_fast import cli
 from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import load
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.rewards.load import load_reward
 from sage_fast.tools.operators import OPERATORS
+from sage_fast.util.environment import data_sheet_flops
 from scripts import result_age
 from scripts.gpu import __main__ as command
-from scripts.gpu import page, run
+from scripts.gpu import page, run, wan
 from scripts.gpu.flash4_package import gather_wheels
 from scripts.gpu.kernel_tests import counts
 from scripts.gpu.parts import (
+    ASSUMED_TFLOPS,
     CALL_SECONDS,
     LOCAL,
     PARTS,
     PARTS_OF_SEVERAL,
+    WAN_TFLOP,
     Call,
     Part,
     Prediction,
@@ -53,7 +59,7 @@ from tests.waits import wait_until
 
 REPOSITORY = Path(__file__).parent.parent
 NAMES = [part.name for part in PARTS]
-SHORT = ["install", "eager-step", "streamed", "decode-480p", "consan", "memcheck"]
+SHORT = ["install", "eager-step", "streamed", "wan", "decode-480p", "consan", "memcheck"]
 """Parts that `make test-all` rehearses. `make soak` rehearses all."""
 REHEARSED = NAMES if "SAGE_FAST_SOAK" in os.environ else SHORT
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -154,6 +160,8 @@ def test_the_parts_fit_into_calls_of_ten_minutes_in_their_order() -> None:
     assert all(sum(part.seconds for part in call) <= CALL_SECONDS < 600 for call in calls)
     first = [part.name for part in calls[0]]
     assert first[:2] == ["install", "rollout-480p"]
+    assert "sequence-host" in first
+    assert "wan" in [part.name for part in calls[1]]
 
 
 def printed(*arguments: str, folder: Path) -> dict[str, list[str]]:
@@ -233,6 +241,19 @@ def test_an_error_of_the_stock_decode_costs_no_number(tmp_path: Path) -> None:
     """At 480p it has tensors of more than 2^31 elements, so no part runs it."""
     for words in printed(folder=tmp_path).values():
         assert not ({"rollout", "decode"} <= {*words} and "stock" in words)
+
+
+def test_what_is_expected_of_wan_is_arithmetic() -> None:
+    """By the FLOPs of the plan, which scripts/gpu/parts.py cannot count: it needs the standard
+    library alone."""
+    spec, config = wan.subject(tiny=False)
+    sampling = config.sampling
+    assert (sampling.height, sampling.width, sampling.num_frames) == (704, 1280, 121)
+    flops = wan.counted_flops(spec.cost(config))
+    assert {part: round(count / 1e12, 1) for part, count in flops.items()} == WAN_TFLOP
+    sheet = data_sheet_flops("NVIDIA H200")
+    assert sheet is not None
+    assert pytest.approx(0.62 * sheet) == 1e12 * ASSUMED_TFLOPS
 
 
 def test_the_page_has_the_tables_of_the_parts() -> None:
@@ -339,10 +360,10 @@ def test_what_is_asked_for_is_checked(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wheels").mkdir()
     for arguments, message in (
-        (["wheels", "out", "docter"], "part 'docter': expected a number to 20 or one of install"),
+        (["wheels", "out", "docter"], "part 'docter': expected a number to 22 or one of install"),
         *(
             (["wheels", "out", part], f"part '{part}'")
-            for part in ("21", "0", "08", "021", "doctor tests", "")
+            for part in ("23", "0", "08", "023", "doctor tests", "")
         ),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds: 'soon': expected a whole number"),
@@ -649,6 +670,7 @@ def test_every_part_leaves_its_results_and_their_commit(rehearsed: Path) -> None
     on_gpus = {
         "rollout-480p": {"peak of `none`, GiB"},
         "eager-step": {"step by a graph / eager step before"},
+        "wan": {"peak of its trained step / the plan's"},
         "iteration": {"peak of training / the plan's"},
         "full": {"peak of training / the plan's"},
         "nft": {"peak of training / the plan's"},
@@ -676,6 +698,34 @@ def test_streamed_blocks_have_the_bits_of_resident_ones(rehearsed: Path) -> None
     assert found["different"] == []
     assert found["compared"] > 50
     assert found["streamed"]["copied_bytes"] > found["streamed"]["host_bytes"]
+
+
+def test_wan_by_both_forwards_has_one_velocity(rehearsed: Path) -> None:
+    found = json.loads((rehearsed / "wan.json").read_text())["wan"]
+    assert found["difference"] < 1e-5
+    for row in found["rows"]:
+        assert row["failed"] == {}
+        assert {*row["seconds"]} == {"ours", "diffusers"}
+    assert [row["part"] for row in found["rows"]] == ["forward", "train"]
+
+
+def test_wan_gets_no_time_where_the_velocities_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when diffusers' attention is another."""
+    monkeypatch.setattr(
+        wan, "register_attention", lambda backend, _: register_attention(backend, of_the_keys)
+    )
+    monkeypatch.setattr(sys, "argv", ["wan", "--tiny", "--json", str(tmp_path / "wan.json")])
+    assert wan.main() == 1
+    found = json.loads((tmp_path / "wan.json").read_text())["wan"]
+    assert found["difference"] > 0.01
+    assert found["rows"] == []
+
+
+def of_the_keys(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend, but to the keys in the place of the values."""
+    return ATTENTION["sdpa"](query, key, key)
 
 
 def test_a_rehearsal_of_the_rollout_calls_diffusers_with_our_kernel(rehearsed: Path) -> None:

@@ -273,6 +273,12 @@ def rollout_480p(call: Call) -> list[str]:
     return bench_rollout(call, "rollout-480p", "480p 81 frames", *budget, *parts, *paths)
 
 
+def sequence_host(call: Call) -> list[str]:
+    return bench_rollout(
+        call, "sequence-host", "480p 81 frames", "--part", "host", "--path", "eager"
+    )
+
+
 def decode_480p(call: Call) -> list[str]:
     # Without the stock decode: its tensors have more than 2^31 elements here, and it may end in an
     # error after which nothing runs.
@@ -307,7 +313,7 @@ def install(call: Call) -> list[str]:
 INSTALL = Part(
     name="install",
     tells="torch sees a GPU",
-    seconds=80,
+    seconds=70,
     command=install,
     leaves=("install.log",),
 )
@@ -331,6 +337,37 @@ TRAINED_STEPS = (
     ("forward, compiled diffusers, s", "1.17", "forward", LOCAL),
     ("the same with a merged LoRA, s", "1.10", "forward", f"{LOCAL} merged"),
 )
+
+ASSUMED_TFLOPS = 0.62 * 989
+"""What Wan's matrix products and attention are taken to reach, in TFLOP/s: 62 % of an H200's data
+sheet."""
+WAN_TFLOP = {"forward": 517.0, "train": 1970.2}
+"""TFLOP of a forward and of a trained step with checkpointing `full`, by `Spec.cost`: Wan 2.2
+TI2V-5B, 704 x 1280, 121 frames."""
+
+
+def wan_predictions() -> tuple[Prediction, ...]:
+    """Return what is expected of Wan: its FLOPs at the assumed speed, and no more known."""
+    found = []
+    for part, name in (("forward", "forward"), ("train", "trained step, `full`")):
+        seconds = Prediction(
+            quantity=f"{name}, ours, s",
+            expected=f"{WAN_TFLOP[part] / ASSUMED_TFLOPS:.2f}",
+            value=values.wan(part, "ours"),
+        )
+        ratio = Prediction(
+            quantity=f"{name}, compiled diffusers / ours",
+            expected="above 1",
+            value=values.wan_ratio(part),
+        )
+        found += [seconds, ratio]
+    peak = Prediction(
+        quantity="peak of its trained step / the plan's",
+        expected="1.15 or below",
+        value=values.wan_peak,
+    )
+    return (*found, peak)
+
 
 PARTS = (
     INSTALL,
@@ -407,6 +444,21 @@ PARTS = (
         predictions=NO_FAILURE,
     ),
     Part(
+        name="sequence-host",
+        tells="the host's time until a forward of an eighth of the video tokens is launched, which "
+        "bounds eight GPUs that share a video",
+        seconds=30,
+        command=sequence_host,
+        leaves=("sequence-host.json",),
+        predictions=(
+            Prediction(
+                quantity="host's time of a forward, ms",
+                expected="110 to 170",
+                value=lambda found: 1e3 * values.rollout("host", "eager")(found),
+            ),
+        ),
+    ),
+    Part(
         name="flash4-package",
         tells="flash-attn-4 itself: its first call, that of a second process, its bits beside the "
         "carried kernels', `doctor`",
@@ -430,6 +482,15 @@ PARTS = (
                 value=lambda found: len(found["flash4"]["different"]),
             ),
         ),
+    ),
+    Part(
+        name="wan",
+        tells="Wan 2.2 TI2V-5B with random weights, 704 x 1280, 121 frames: a forward and a "
+        "trained step, ours and compiled diffusers' with the same attention kernel",
+        seconds=100,
+        command=measured("wan"),
+        leaves=("wan.json",),
+        predictions=wan_predictions(),
     ),
     Part(
         name="iteration",
@@ -541,6 +602,20 @@ PARTS = (
         ),
     ),
     Part(
+        name="ceiling",
+        tells="a matrix product, burst and 3 s, data and zeros, clock and power",
+        seconds=30,
+        command=lambda call: bench_limits(call, "ceiling"),
+        leaves=("ceiling.json",),
+        predictions=(
+            Prediction(
+                quantity="matrix product for 3 s, TFLOP/s",
+                expected="673",
+                value=values.ceiling("normal"),
+            ),
+        ),
+    ),
+    Part(
         name="full",
         tells="`hunyuanvideo15-480p-full.yaml`, 33 frames, 4 blocks: peak memory against the plan",
         seconds=100,
@@ -586,20 +661,6 @@ PARTS = (
         ),
     ),
     Part(
-        name="ceiling",
-        tells="a matrix product, burst and 3 s, data and zeros, clock and power",
-        seconds=30,
-        command=lambda call: bench_limits(call, "ceiling"),
-        leaves=("ceiling.json",),
-        predictions=(
-            Prediction(
-                quantity="matrix product for 3 s, TFLOP/s",
-                expected="673",
-                value=values.ceiling("normal"),
-            ),
-        ),
-    ),
-    Part(
         name="attention",
         tells="every backend at 32,960 tokens, forward and backward apart, 3 s",
         seconds=110,
@@ -620,7 +681,7 @@ PARTS = (
     ),
 )
 """The parts for one GPU; those that a card should be asked first come first. Expected times are
-those of an H100 or H200 at 480p, 81 frames, batch 1, unless a row names another size."""
+those of an H100 or H200 at 480p, 81 frames, batch 1, unless a row or a part names another size."""
 
 
 # -- several GPUs ----------------------------------------------------------------------------------

@@ -95,3 +95,20 @@ def streamed(work: str) -> Value:
         return float(seconds["streamed"][work] / seconds["resident"][work])
 
     return value
+
+
+def wan(part: str, path: str) -> Value:
+    """Seconds of a path of the part `wan`."""
+    return lambda found: rollout(part, path)(found["wan"])
+
+
+def wan_ratio(part: str) -> Value:
+    """Time of compiled diffusers over ours in the part `wan`."""
+    return lambda found: wan(part, "diffusers")(found) / wan(part, "ours")(found)
+
+
+def wan_peak(found: Found) -> float:
+    """Peak of a trained step of Wan, ours, over what the plan adds to its weights."""
+    facts = found["wan"]
+    peak = _rollout_row(facts, "train")["peak_bytes"]["ours"]
+    return float(peak / (facts["resting_bytes"] + facts["planned_bytes"]))

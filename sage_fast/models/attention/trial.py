@@ -68,15 +68,29 @@ def measure_attention(
 
 
 def try_attention(
-    attention: Attention, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+    attention: Attention,
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    keys: int | None = None,
 ) -> Trial:
     """Check a backend against SDPA in float32, then time it.
 
     Failures are reported in `Trial.problem`, not raised.
+
+    Args:
+        attention: the backend.
+        shape: (B, S, H, D) of the queries.
+        device: where it runs.
+        dtype: of the activations.
+        keys: number of keys, as in attention to a text; None: as many as queries.
     """
-    query, key = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    batch, tokens, *heads = shape
+    keys = tokens if keys is None else keys
+    query = torch.randn(shape, device=device, dtype=dtype)
+    key = torch.randn(batch, keys, *heads, device=device, dtype=dtype)
     # strided, as in the blocks
-    value = torch.randn(*shape[:2], 3, *shape[2:], device=device, dtype=dtype)[:, :, 2]
+    value = torch.randn(batch, keys, 3, *heads, device=device, dtype=dtype)[:, :, 2]
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     upstream = torch.randn(shape, device=device, dtype=dtype)
 
@@ -122,6 +136,7 @@ def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor)
     layout at a fraction of the cost.
     """
     largest = [0.0 for _ in results]
+    shapes = [tensor.shape for tensor in (inputs[0], *inputs)]
     for batch, head in ((0, 0), (-1, -1)):
         q, k, v, up = (
             t.detach()[batch, :, head].float()[None, :, None] for t in (*inputs, upstream)
@@ -129,7 +144,7 @@ def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor)
         out = sdpa(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         expected = (out, *torch.autograd.grad(out, (q, k, v), up))
         for i, (result, reference) in enumerate(zip(results, expected)):
-            if result.shape != inputs[0].shape:
+            if result.shape != shapes[i]:
                 largest[i] = float("inf")
                 continue
             difference = result.detach()[batch, :, head].float() - reference.detach()[0, :, 0]
