@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.loader import build
 from sage_fast.config.schema import ModelConfig
+from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.cost import Activations, counted_cost, counted_memory
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
@@ -27,6 +30,9 @@ from sage_fast.rollout.step import denoise
 from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
 from sage_fast.util.errors import UserError
 from sage_fast.util.live_bytes import LiveBytes
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import join_sequence_group, rank, sequence_group, shutdown
+from tests.ranks import run_ranks, screens
 from tests.tiny import CPU, settings
 
 LATENT = (32, 4, 16, 16)
@@ -179,13 +185,28 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     assert counted["context"] == pytest.approx(own, abs=2 * picture if task == "i2v" else 0)
 
 
-def test_ranks_that_share_a_sample_each_have_their_tokens_and_the_exchanged_ones() -> None:
-    """A rank's queries, keys and values are those that it sent, beside those that it received."""
-    spec, latent = small(), (32, 8, 16, 16)
-    alone = Activations(spec, ModelConfig(lora_rank=8), latent)
-    shared = Activations(spec, ModelConfig(lora_rank=8, sequence_parallel=4), latent)
+def shared_activations(folder: Path) -> None:
+    """What is alive on a rank of two that share a sample."""
+    initialize()
+    join_sequence_group(2)
+    spec, model, live = small(), ModelConfig(lora_rank=8), {}
     for mode in MODES:
-        assert 0.95 < 4 * shared[mode] / alone[mode] < 1.6, mode
+        policy = on_cpu(spec, model)
+        policy.sequence = SequenceParallel(sequence_group(), CPU)
+        live[mode] = live_activations(spec, policy, mode, LATENT, 1, 1.0)
+    (folder / f"{rank()}.json").write_text(json.dumps(live))
+    shutdown()
+
+
+def test_a_rank_that_shares_samples_is_counted_alone(tmp_path: Path) -> None:
+    """With the queries, keys and values that it has received beside those that it sent."""
+    assert run_ranks(shared_activations, 2, tmp_path) == [0, 0], screens(tmp_path)
+    live = json.loads((tmp_path / "0.json").read_text())
+    shared = Activations(small(), ModelConfig(lora_rank=8, sequence_parallel=2), LATENT)
+    alone = Activations(small(), ModelConfig(lora_rank=8), LATENT)
+    for mode in MODES:
+        assert shared[mode] == pytest.approx(live[mode], rel=0.02), mode
+        assert shared[mode] < 0.8 * alone[mode]
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.models.hunyuan15.decode import MEMORY_FRACTION, VideoDecoder, choose, free_bytes
 from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shape
@@ -21,6 +20,7 @@ from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.testbed.tiny_model import load_vae
+from sage_fast.util.live_bytes import LiveBytes
 from sage_fast.util.meters import Stopwatch
 from tests.tiny import BrightnessReward, keys_of, settings, tiny_model, tiny_trainer
 
@@ -131,27 +131,14 @@ def test_zero_pixels_stay_finite() -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-class Live(TorchDispatchMode):
-    """Bytes of all tensors made and still alive, at their most."""
+class Live(LiveBytes):
+    """Counts what `norm_silu` makes within itself as well."""
 
-    def __init__(self, *aside: Tensor) -> None:
-        super().__init__()
-        self.aside = {tensor.untyped_storage()._cdata for tensor in aside}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.sage_fast.norm_silu.default:
-            with self:  # what it makes counts as well
+            with self:
                 return norm_silu_reference(*args)
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.aside:
-                storage = tensor.untyped_storage()
-                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.live = {key: kept for key, kept in self.live.items() if not kept[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-        return out
+        return super().run(func, args, kwargs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,7 +151,7 @@ def test_peak_bytes(
     torch.nn.Module.to(cast, dtype)
     latents = latents_of(vae, *shape, dtype=dtype)
     for frames in (shape[1], 2, 1):
-        live = Live(latents, *cast.parameters())
+        live = Live()
         with live:
             for piece in decode_frames(cast.decoder, latents, frames):
                 del piece

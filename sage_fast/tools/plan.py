@@ -1,8 +1,8 @@
 """Cost of an iteration before it runs: `sage-fast train CONFIG --dry-run`.
 
-The real architecture is built on the meta device (no memory, no weights). The rest are formulas;
-the model's own are in its `Spec`. tests/test_plan.py checks each against PyTorch's counts. A
-multiply-add is two FLOPs.
+The real architecture is built on the meta device (no memory, no weights), where activations are
+counted too (models/cost.py). The rest are formulas. tests/test_plan.py checks each against
+PyTorch's counts. A multiply-add is two FLOPs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""HunyuanVideo 1.5 described by its configuration alone: sizes, and the FLOPs and bytes of a
-sample.
+"""HunyuanVideo 1.5 described by its configuration alone: sizes, and the FLOPs of a sample.
 
 tests/test_plan.py checks the formulas against PyTorch's own counts. A multiply-add is two FLOPs.
 """
