@@ -24,7 +24,7 @@ from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import DType, ModelConfig
 from sage_fast.models.attention.backends import ATTENTION, usable
-from sage_fast.models.attention.trial import fastest, measure_attention
+from sage_fast.models.attention.trial import Use, fastest, measure_attention
 from sage_fast.models.checkpointing import (
     MODES,
     CheckpointPlan,
@@ -276,7 +276,8 @@ class Rung:
         tokens = math.prod(size.space) + size.text_tokens
         heads = (config.num_attention_heads, config.attention_head_dim)
         self.usable = usable(device, dtype)
-        self.attention = fastest(measure_attention((size.batch, tokens, *heads), device, dtype))
+        use = Use(shape=(size.batch, tokens, *heads))
+        self.attention = fastest(measure_attention([use], device, dtype))
         self.graphs = (
             StepGraphs(self.ours, CudaRecorder(), 2**40) if device.type == "cuda" else None
         )

@@ -37,7 +37,13 @@ from sage_fast.models.attention.backends import (
 )
 from sage_fast.models.attention.choose import choose_attention
 from sage_fast.models.attention.flash4 import _package
-from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
+from sage_fast.models.attention.trial import (
+    LARGEST_ERROR,
+    Use,
+    measure_attention,
+    try_attention,
+    try_uses,
+)
 from sage_fast.models.checkpointing import CheckpointPlan, set_checkpointing
 from sage_fast.tools import selftest
 from sage_fast.util.errors import UserError
@@ -453,8 +459,25 @@ def test_a_package_inside_another_is_told_apart(
     assert names & set(usable(torch.device("cuda"), torch.bfloat16)) == names
 
 
+def test_a_kernel_that_cannot_read_a_text_is_not_used() -> None:
+    """A model whose video attends to its text apart tries a kernel for both."""
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.shape != key.shape:
+            raise ValueError("keys of another length")
+        return ATTENTION["sdpa"](query, key, value)
+
+    shape = (1, 24, 2, 16)
+    alone = try_uses(of_one_length, [Use(shape=shape)], DEVICE, torch.float32)
+    both = [Use(shape=shape), Use(shape=shape, keys=9)]
+    assert alone.problem == ""
+    assert "keys of another length" in try_uses(of_one_length, both, DEVICE, torch.float32).problem
+    assert try_uses(ATTENTION["sdpa"], both, DEVICE, torch.float32).milliseconds > 0
+
+
 def test_auto_measures_where_there_is_a_choice() -> None:
-    measured = measure_attention((1, 64, 2, 64), DEVICE, DTYPE)
+    uses = [Use(shape=(1, 64, 2, 64)), Use(shape=(1, 64, 2, 64), keys=9)]
+    measured = measure_attention(uses, DEVICE, DTYPE)
     names = usable(DEVICE, DTYPE)
     assert list(measured) == (names if len(names) > 1 else [])
     assert all(trial.problem or trial.milliseconds > 0 for trial in measured.values())

@@ -156,7 +156,7 @@ def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(
 
 def test_a_backend_that_is_the_reference_gets_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "sage_fast.models.attention.choose.try_attention", lambda *_: pytest.fail("tried")
+        "sage_fast.models.attention.choose.try_uses", lambda *_: pytest.fail("tried")
     )
     monkeypatch.setitem(ATTENTION, "mine", dataclasses.replace(ATTENTION[REFERENCE]))
     model = tiny_model(settings())

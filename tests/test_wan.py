@@ -14,16 +14,19 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
+from sage_fast.models.attention import choose
 from sage_fast.models.checkpointing import CheckpointPlan
-from sage_fast.models.find import find_spec
+from sage_fast.models.find import family_note, find_spec
 from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.models.trainable import meta_policy
 from sage_fast.models.wan.conditioning import TEXT_TOKENS
+from sage_fast.models.wan.spec import Wan
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
@@ -370,6 +373,29 @@ def test_a_hub_id_of_another_task_is_not_planned(path: str) -> None:
         find_spec(path)
 
 
+def test_sizes_that_no_name_tells_are_said_to_be_assumed() -> None:
+    assert family_note(find_spec(Wan.published)) == ""
+    assert "its sizes are assumed" in family_note(find_spec("someone/wan2.1-anime"))
+    assert find_spec("someone/Taiwan2.1-video").title != Wan.title
+
+
+@pytest.mark.parametrize("kept", [[], ["tokenizer_config.json"]])
+def test_a_tokenizer_without_its_files_is_refused(tmp_path: Path, kept: list[str]) -> None:
+    """transformers would make one that reads every word as unknown."""
+    folder = write_tiny_wan(tmp_path / "wan")
+    for file in (folder / "tokenizer").iterdir():
+        if file.name not in kept:
+            file.unlink()
+    changed(folder, "text_encoder", vocab_size=300)
+    weights = folder / "text_encoder" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["shared.weight"] = torch.randn(300, tensors["shared.weight"].shape[1])
+    save_file(tensors, weights, {"format": "pt"})
+    spec = find_spec(str(folder))
+    with pytest.raises(UserError, match="tokenizer"):
+        spec.load_encoder(torch.float32, CPU, SamplingConfig())
+
+
 def changed(folder: Path, part: str, **values: Any) -> None:
     file = folder / part / "config.json" if part else folder / "model_index.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
@@ -389,6 +415,9 @@ def changed(folder: Path, part: str, **values: Any) -> None:
             "A14B",
         ),
         (lambda folder: changed(folder, "transformer", in_channels=8, out_channels=8), "its vae"),
+        (lambda folder: changed(folder, "", _class_name="WanImageToVideoPipeline"), "WanImageTo"),
+        (lambda folder: changed(folder, "vae", scale_factor_spatial=0), "scale_factor_spatial = 0"),
+        (lambda folder: changed(folder, "vae", latents_mean=[0.0]), "expected 16 numbers"),
     ],
 )
 def test_checkpoints_of_another_task_are_refused(
@@ -411,12 +440,24 @@ def test_sizes_that_a_model_cannot_have_name_the_nearest(checkpoint: Path) -> No
             spec.latent_shape(sampling)
 
 
+def test_the_attention_kernel_is_tried_for_the_text_too(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(choose, "measure_attention", lambda uses, *_: seen.extend(uses) or {})
+    monkeypatch.setattr(choose, "sequence_size", lambda: 2)
+    model = load(checkpoint)
+    tokens = model.spec.tokens(model.spec.latent_shape(sampling_of(checkpoint)))
+    shapes = [(use.shape[1:], use.keys) for use in seen]
+    assert shapes == [((tokens, 1, 24), None), ((-(-tokens // 2), 2, 24), TEXT_TOKENS)]
+
+
 def test_another_shift_than_the_checkpoints_is_said(checkpoint: Path, tmp_path: Path) -> None:
     spec = find_spec(str(checkpoint))
     (euler,) = spec.notes(sampling_of(checkpoint))
     assert "UniPCMultistepScheduler" in euler
     notes = spec.notes(dataclasses.replace(sampling_of(checkpoint), shift=3.0))
-    assert "sampling.shift = 3, and the checkpoint's scheduler has 5" in notes
+    assert "sampling.shift = 3, and the checkpoint's scheduler has 5.0" in notes
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
     shutil.rmtree(bare / "scheduler")
     (note,) = find_spec(str(bare)).notes(sampling_of(checkpoint))

@@ -4,7 +4,7 @@ files."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ def classes_of(index: Any, parts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: it names none, or one that transformers does not have.
     """
+    if not isinstance(index, Mapping):
+        raise ValueError(f"model_index.json holds {index!r}; expected a mapping")
     found = {}
     for part in parts:
         entry = index.get(part)

@@ -160,10 +160,15 @@ def _family_in(setting: str, source: str) -> type[Spec]:
 
 
 def family_note(spec: Spec) -> str:
-    """Return a note that the family of a hub id is assumed, and how to name it; empty if it is
-    known."""
+    """Return a note that the family of a hub id is assumed, and how to name it, or that its sizes
+    are; empty if both are known."""
     if not spec.family_is_assumed:
-        return ""
+        if spec.configs or spec.sizes_are_known:
+            return ""
+        return (
+            f"model.path = {spec.path!r}: its files are not read here; its sizes are assumed to be "
+            f"those of {spec.published}"
+        )
     choices = [f"{name}:{spec.path}" for name in SHIPPED.values() if family(name).hub_names]
     return (
         f"model.path = {spec.path!r}: assumed to be {spec.title}, since its files are not read "

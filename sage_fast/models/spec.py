@@ -63,6 +63,8 @@ class Spec:
             family.
         fps: frames per second of its videos; checkpoints of a family may differ.
         text_tokens: assumed prompt length while none is known.
+        text_keys: keys of an attention from the video to its text alone, which the chosen kernel
+            has to serve too; None: there is none.
         lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular
             expression.
         encoder_bytes: what the encoders take on a device: where less is free, the model leaves the
@@ -87,6 +89,7 @@ class Spec:
     randoms: ClassVar[tuple[str, ...]] = ()
     fps: int = 24
     text_tokens: ClassVar[int] = 200
+    text_keys: ClassVar[int | None] = None
     encoder_bytes: ClassVar[float] = 0.0
     prompt_sets: ClassVar[tuple[str, ...]] = ()
     lora_layouts: ClassVar[Mapping[str, Callable[[str], ExportTarget]]] = {}
@@ -126,6 +129,11 @@ class Spec:
         model, or of a hub id whose files are not here. By default none, so that the class's own
         defaults hold."""
         return {}
+
+    @property
+    def sizes_are_known(self) -> bool:
+        """Whether `published_sizes` are those of the checkpoint that `path` names."""
+        return True
 
     def build(self, part: str) -> Any:
         """Construct a part on PyTorch's default device, with the weights that its class draws."""

@@ -30,6 +30,10 @@ They replace those of its tokenizer_config.json.
 """
 
 
+WORD = "word"
+"""A word that every tokenizer of English knows, or at least its letters."""
+
+
 @contextlib.contextmanager
 def reading(start: str, part: str) -> Iterator[None]:
     """Turn any error of loading or trying `part` into a `UserError` of one line that begins with
@@ -68,8 +72,9 @@ def check_tokenizer(tokenizer: Any, network: str, rows: int) -> None:
         rows: number of rows of its embedding.
 
     Raises:
-        ValueError: it has no padding token, knows a token without a row, or reads an ordinary word
-            as a token of its own.
+        ValueError: it has no padding token, knows a token without a row, reads an ordinary word as
+            a token of its own, or knows none: transformers makes such a tokenizer of a folder that
+            lacks its files.
     """
     highest = max(tokenizer.get_vocab().values(), default=-1)
     count = max(highest + 1, len(tokenizer))
@@ -85,6 +90,12 @@ def check_tokenizer(tokenizer: Any, network: str, rows: int) -> None:
         if not is_markup and not is_read_as_text:
             word = f"adds the token {token.content!r}, which prompts may hold"
             raise ValueError(f"{word}; expected markup such as <|im_end|>")
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and unknown in tokenizer(WORD, add_special_tokens=False).input_ids:
+        raise ValueError(
+            f"does not know the word {WORD!r}; expected the files of the published tokenizer, such "
+            "as tokenizer.json"
+        )
 
 
 def check_finite(tensor: Tensor, part: str, what: str) -> Tensor:

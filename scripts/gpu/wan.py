@@ -29,7 +29,7 @@ from sage_fast.algorithm.flops import training_flops
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.models.attention.backends import ATTENTION
-from sage_fast.models.attention.trial import fastest, measure_attention, try_attention
+from sage_fast.models.attention.trial import Use, fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.cost import Cost
 from sage_fast.models.wan.conditioning import TEXT_TOKENS, TextEmbedding
@@ -97,18 +97,12 @@ def right_attention(spec: Wan, config: Config, device: torch.device, dtype: torc
     """Return the fastest kernel that is right for the video's tokens and for those of a text."""
     tokens, heads, width = spec.attention_shape(config.sampling)
     shape = (1, tokens, heads, width)
-    trials = measure_attention(shape, device, dtype)
-    right = {}
+    uses = [Use(shape=shape), Use(shape=shape, keys=TEXT_TOKENS)]
+    trials = measure_attention(uses, device, dtype)
     for name, trial in trials.items():
-        problem = (
-            trial.problem
-            or try_attention(ATTENTION[name], shape, device, dtype, TEXT_TOKENS).problem
-        )
-        if problem:
-            print(f"attention {name!r} is skipped: {problem}", flush=True)
-        else:
-            right[name] = trial
-    return fastest(right)
+        if trial.problem:
+            print(f"attention {name!r} is skipped: {trial.problem}", flush=True)
+    return fastest(trials)
 
 
 class Comparison:

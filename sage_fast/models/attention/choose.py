@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
-from sage_fast.models.attention.trial import Trial, fastest, measure_attention, try_attention
+from sage_fast.models.attention.trial import Trial, Use, fastest, measure_attention, try_uses
 from sage_fast.models.model import Model
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import all_gather_object, sequence_size
-
-Shape = tuple[int, int, int, int]
-"""(B, S, H, D) of the queries on a rank."""
 
 
 def choose_attention(
@@ -36,18 +35,23 @@ def choose_attention(
             )
         return
     tokens, heads, width = sample_shape
-    shape = (sampling.batch_size, tokens, heads // sequence_size(), width)
+    ranks, batch = sequence_size(), sampling.batch_size
+    uses = [Use(shape=(batch, tokens, heads // ranks, width))]
+    if model.spec.text_keys is not None:
+        # of a rank's own tokens, with all heads
+        shape = (batch, -(-tokens // ranks), heads, width)
+        uses.append(Use(shape=shape, keys=model.spec.text_keys))
     if asked == "auto":
-        asked = _fastest(model, shape, needs_agreement)
+        asked = _fastest(model, uses, needs_agreement)
     elif not ATTENTION[asked].is_reference:
-        _check(model, asked, shape, needs_agreement)
+        _check(model, asked, uses, needs_agreement)
     model.attention = asked
     model.policy.attention = ATTENTION[asked]
 
 
-def _fastest(model: Model, shape: Shape, needs_agreement: bool) -> str:
+def _fastest(model: Model, uses: Sequence[Use], needs_agreement: bool) -> str:
     """Return the fastest backend that is right on every rank; note the others."""
-    measured = measure_attention(shape, model.policy.device, model.policy.dtype)
+    measured = measure_attention(uses, model.policy.device, model.policy.dtype)
     trials: list[dict[str, Trial]] = all_gather_object(measured)
     problems = {}
     for rank in trials:
@@ -69,13 +73,13 @@ def _fastest(model: Model, shape: Shape, needs_agreement: bool) -> str:
     return fastest(right)
 
 
-def _check(model: Model, asked: str, shape: Shape, needs_agreement: bool) -> None:
+def _check(model: Model, asked: str, uses: Sequence[Use], needs_agreement: bool) -> None:
     """Try the backend `asked` on every rank; note where rollouts and training would differ.
 
     Raises:
         UserError: it does not run, or gives wrong results.
     """
-    trial = try_attention(ATTENTION[asked], shape, model.policy.device, model.policy.dtype)
+    trial = try_uses(ATTENTION[asked], uses, model.policy.device, model.policy.dtype)
     trials: list[Trial] = all_gather_object(trial)
     for trial in trials:
         if trial.problem:

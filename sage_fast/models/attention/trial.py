@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,18 +53,48 @@ def fastest(trials: Mapping[str, Trial]) -> str:
     return min(times, key=times.__getitem__, default=REFERENCE)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """An attention that a model runs.
+
+    Attributes:
+        shape: (B, S, H, D) of the queries on a rank.
+        keys: number of keys, as in attention to a text; None: as many as queries.
+    """
+
+    shape: tuple[int, int, int, int]
+    keys: int | None = None
+
+
 def measure_attention(
-    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+    uses: Sequence[Use], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Trial]:
-    """Try every usable backend at `shape` (B, S, H, D), for correctness and then speed; return name
-    -> trial.
+    """Try every usable backend in all of its uses, for correctness and then speed; return name ->
+    trial.
 
     Empty if only one backend is usable.
     """
     names = usable(device, dtype)
     if len(names) == 1:
         return {}
-    return {name: try_attention(ATTENTION[name], shape, device, dtype) for name in names}
+    return {name: try_uses(ATTENTION[name], uses, device, dtype) for name in names}
+
+
+def try_uses(
+    attention: Attention, uses: Sequence[Use], device: torch.device, dtype: torch.dtype
+) -> Trial:
+    """Try a backend in all of its uses; return the sum of the times, and the first problem."""
+    trials = []
+    for use in uses:
+        trial = try_attention(attention, use.shape, device, dtype, use.keys)
+        trials.append(trial)
+        if trial.problem:
+            return trial
+    return Trial(
+        milliseconds=sum(trial.milliseconds for trial in trials),
+        error=max(trial.error for trial in trials),
+        agrees=all(trial.agrees for trial in trials),
+    )
 
 
 def try_attention(

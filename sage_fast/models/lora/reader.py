@@ -58,7 +58,7 @@ FACTOR = re.compile(
 )
 """Name of a tensor. peft names the adapter too, as in `to_q.lora_A.default.weight`."""
 KINDS = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B", "alpha": "alpha"}
-PREFIXES = r"base_model\.model\.|model\.|diffusion_model\.|lora_unet_|lora_transformer_"
+PREFIXES = r"base_model\.model\.|model\.|diffusion_model\.|pipe\.dit\.|lora_unet_|lora_transformer_"
 LoraLayout = Callable[[str], ExportTarget]
 
 

@@ -82,6 +82,7 @@ class Wan(Spec):
     condition = TextEmbedding
     randoms: ClassVar[tuple[str, ...]] = tuple(f"random:{name}" for name in PUBLISHED)
     text_tokens = TEXT_TOKENS
+    text_keys = TEXT_TOKENS
     encoder_bytes = 11.4e9  # UMT5-XXL in 16 bits
     lora_targets = r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))"
     lora_layouts: ClassVar = {"original": original, "comfyui": comfyui}
@@ -98,9 +99,16 @@ class Wan(Spec):
             )
         self.fps = RATES.get(self.vae.config.z_dim, Spec.fps)
 
+    @property
+    def sizes_are_known(self) -> bool:
+        return self._published_name is not None
+
+    @property
+    def _published_name(self) -> str | None:
+        return next((name for name in PUBLISHED if name in self.path.lower()), None)
+
     def published_sizes(self, part: str) -> Mapping[str, Any]:
-        name = next((name for name in PUBLISHED if name in self.path.lower()), None)
-        return PUBLISHED[name or next(iter(PUBLISHED))].get(part, {})
+        return PUBLISHED[self._published_name or next(iter(PUBLISHED))].get(part, {})
 
     @functools.cached_property
     def transformer_config(self) -> Any:
@@ -139,11 +147,34 @@ class Wan(Spec):
             raise UserError(
                 f"{start} has {config.in_channels} channels, and its vae {self.vae.config.z_dim}"
             )
+        self._check_autoencoder()
+        pipeline = self._stated("_class_name")
+        if pipeline not in (None, WanPipeline.__name__):
+            raise UserError(
+                f"model.path = {self.path!r}: a {pipeline}; expected a {WanPipeline.__name__}, as "
+                f"{self.published}"
+            )
         if self._stated("boundary_ratio") is not None or any(self._stated("transformer_2") or ()):
             raise UserError(
                 f"model.path = {self.path!r}: two transformers share its steps (A14B); expected a "
                 f"checkpoint with one, as {self.published}"
             )
+
+    def _check_autoencoder(self) -> None:
+        """Check what the autoencoder's class takes without a question.
+
+        Raises:
+            UserError: a scale is not positive, or is missing for some channels of the latents.
+        """
+        config = self.vae.config
+        start = f"model.path = {self.path!r}: its vae has"
+        for name in ("scale_factor_temporal", "scale_factor_spatial"):
+            if not isinstance(config[name], int) or config[name] < 1:
+                raise UserError(f"{start} {name} = {config[name]!r}; expected at least 1")
+        for name in ("latents_mean", "latents_std"):
+            values = config[name]
+            if not isinstance(values, list | tuple) or len(values) != config.z_dim:
+                raise UserError(f"{start} {name} = {values!r}; expected {config.z_dim} numbers")
 
     def _stated(self, key: str) -> Any:
         """Return what model_index.json states; None if it states nothing, or is not there."""
@@ -166,7 +197,7 @@ class Wan(Spec):
         found = []
         if shift != sampling.shift:
             found.append(
-                f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {shift:g}"
+                f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {shift}"
             )
         if name != "FlowMatchEulerDiscreteScheduler":
             found.append(
@@ -178,18 +209,20 @@ class Wan(Spec):
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         config = self.vae.config
         space = config.scale_factor_spatial
-        _, rows, columns = self.transformer_config.patch_size
+        patches = self.transformer_config.patch_size
+        _, rows, columns = patches
         for name, step in (("height", space * rows), ("width", space * columns)):
             size = getattr(sampling, name)
             nearest = max(step, round(size / step) * step)
             expected = f"expected a multiple of {step} for {self.title}, such as {nearest}"
             sampling.require(size % step == 0, name, expected)
-        return (
-            config.z_dim,
-            (sampling.num_frames - 1) // config.scale_factor_temporal + 1,
-            sampling.height // space,
-            sampling.width // space,
-        )
+        frames = (sampling.num_frames - 1) // config.scale_factor_temporal + 1
+        shape = config.z_dim, frames, sampling.height // space, sampling.width // space
+        most = self.transformer_config.rope_max_seq_len
+        for name, size, patch in zip(("num_frames", "height", "width"), shape[1:], patches):
+            expected = f"expected at most {most} positions of {self.title}'s rotary table"
+            sampling.require(size // patch <= most, name, expected)
+        return shape
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int]:
         tokens = self.tokens(self.latent_shape(sampling))
