@@ -174,7 +174,7 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
             denoise(policy, coefs, conditions.at(step), seeds, x, step)
     kept = sum(leaf.nbytes for leaf in tree_leaves(conditions) if isinstance(leaf, Tensor))
     # The last weights are cast after the peak.
-    near = 0.02 if casts else 0.01
+    near = 0.025 if casts else 0.01
     assert counted["step"] + counted["context"] == pytest.approx(live.peak + kept, rel=near)
 
     # A prompt's own: its text at every step, and its image.

@@ -244,6 +244,7 @@ def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
 
 
 PUBLISHED = {
+    "model.path": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
     "sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832,
     "model.gradient_checkpointing": "attention",
 }  # fmt: skip

@@ -178,12 +178,11 @@ def test_nothing_leaves_a_device_with_room() -> None:
     found = []
     for spare in (3e6, 2e6, 0.0):
         policy = load_model(config.model, config.sampling, CPU, 0).policy
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(policy), "device", property(lambda self: CUDA))
-            memory = (needed + 1) + spare
-            fitting = fit.Fitting(resolved, spec, policy, ranks=1)
-            _, parked = fitting.beside(others, memory, rates)
-            found.append(parked)
+        policy.states.device = CUDA
+        memory = (needed + 1) + spare
+        fitting = fit.Fitting(resolved, spec, policy, ranks=1)
+        _, parked = fitting.beside(others, memory, rates)
+        found.append(parked)
     assert found == [[], [fit.AUTOENCODER], [fit.AUTOENCODER, fit.REWARDS]]
 
 
@@ -191,11 +190,10 @@ def least_memory(config: Any, spec: Any, resolved: ResolvedConfig) -> float:
     """Bytes in which training fits with all blocks streamed and everything recomputed."""
     low, high = 0.0, 1e9
     policy = load_model(config.model, config.sampling, CPU, 0).policy
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(policy), "device", property(lambda self: CUDA))
-        while high - low > 1:
-            middle = (low + high) / 2
-            rates = fit.Rates(flops=1e12)
-            found = fit.Fitting(resolved, spec, policy, ranks=1).best(middle, rates)
-            low, high = (low, middle) if found.fits else (middle, high)
+    policy.states.device = CUDA
+    while high - low > 1:
+        middle = (low + high) / 2
+        rates = fit.Rates(flops=1e12)
+        found = fit.Fitting(resolved, spec, policy, ranks=1).best(middle, rates)
+        low, high = (low, middle) if found.fits else (middle, high)
     return high

@@ -787,11 +787,11 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     )
     config = copy / "transformer" / "config.json"
     config.write_text(
-        config.read_text().replace("HunyuanVideo15Transformer3DModel", "WanTransformer3DModel")
+        config.read_text().replace("HunyuanVideo15Transformer3DModel", "LTXVideoTransformer3DModel")
     )
     assert message(copy) == (
-        f"model.path = '{copy}' holds a WanTransformer3DModel; expected one of "
-        "['HunyuanVideo15Transformer3DModel', 'TestbedTransformer']"
+        f"model.path = '{copy}' holds a LTXVideoTransformer3DModel; expected one of "
+        "['HunyuanVideo15Transformer3DModel', 'TestbedTransformer', 'WanTransformer3DModel']"
     )
 
 

@@ -157,6 +157,7 @@ OTHERS: dict[str, Any] = {
     "reward.prefix": "x_",
     "reward.several": [{"name": "testbed-judge", "weights": {"naturalness": 1}}],
     "eval.steps": 3,
+    "data.negative_prompt": "grey",
     "eval.guidance_scale": 2.0,
     "eval.num_prompts": 1,
     "eval.seeds_per_prompt": 2,

@@ -472,8 +472,9 @@ def test_a_part_of_the_tokens_takes_a_part_of_the_memory() -> None:
     spec = find_spec("testbed")
     one, two = (plan(settings(model__sequence_parallel=size), spec, ranks=2) for size in (1, 2))
     activations = next(part for part in one.memory if part.startswith("activations"))
-    # of 56 tokens
-    assert two.memory[activations] == pytest.approx(one.memory[activations] / 2)
+    # of 56 tokens; what is exchanged comes beside (tests/test_cost.py has two real ranks)
+    half = one.memory[activations] / 2
+    assert half < two.memory[activations] < 1.2 * half
     latents = "trajectories (fp32 latents)"
     # of twice the samples, which both ranks hold
     assert two.memory[latents] == 2 * one.memory[latents]
