@@ -21,6 +21,7 @@ FULL = {
     "test_console.py",
     "test_container.py",
     "test_contents.py",
+    "test_cost.py",
     "test_demo_pictures.py",
     "test_demo_study.py",
     "test_docs.py",
@@ -101,6 +102,7 @@ FULL = {
     "test_ratio.py",
     "test_second_model.py",
     "test_shared_prefix.py",
+    "test_wan_commands.py",
 }
 """Files of which every test is `full`."""
 
