@@ -55,7 +55,12 @@ from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 EMPTY = PromptKey("")
 
 ROOT = Path(__file__).parent.parent
-SIZE = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832}
+SIZE = {
+    "model.path": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+    "sampling.num_frames": 81,
+    "sampling.height": 480,
+    "sampling.width": 832,
+}
 PUBLISHED = build(SIZE | {"kl.strategy": "dual", "model.gradient_checkpointing": "full"})
 
 
@@ -176,7 +181,7 @@ def test_graphs_take_their_memory_before_activations() -> None:
 
     graphed, without = planned(80e9), planned(80e9, **{"sampling.cuda_graphs": "false"})
     assert 1 < graphed.flops["training"] / without.flops["training"] < 1.005
-    assert graphed.memory["CUDA graphs"] == pytest.approx(2.81 * 2**30, rel=0.01)
+    assert graphed.memory["CUDA graphs"] == pytest.approx(2.84 * 2**30, rel=0.01)
     for result in (without, planned(34e9)):
         assert "CUDA graphs" not in result.memory
 

@@ -25,6 +25,7 @@ def test_the_formulas_are_the_plans() -> None:
     defaults = inspect.signature(HunyuanVideo15Transformer3DModel.__init__).parameters
     assert {name: defaults[name].default for name in ARCHITECTURE} == ARCHITECTURE
     config = settings(
+        model__path="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         model__dtype="bfloat16", model__lora_rank=64, model__gradient_checkpointing="attention",
         model__sequence_parallel=8, sampling__num_frames=81, sampling__height=480,
         sampling__width=832,
