@@ -26,7 +26,13 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedFile, TypedPath, expanded
 from sage_fast.util.plugins import import_plugin, split_place
 
-VALUES = {"tracking.project", "model.lora_targets", "reward.prefix", "reward.device"}
+VALUES = {
+    "tracking.project",
+    "model.lora_targets",
+    "data.negative_prompt",
+    "reward.prefix",
+    "reward.device",
+}
 """Settings whose text names nothing on this machine."""
 NAMES = [*MODEL_NAMES, "random:testbed", "random:hunyuanvideo15-480p", "owner/name"]
 """Models that are no folders."""
