@@ -873,12 +873,16 @@ def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named(
         raise ValueError("no kernel\nof that size")
 
     contenders = {"one": int, "large": too_large, "broken": broken, "two": int}
-    measured = rollout_bench.measure(contenders, CPU, 100, left=10)
+
+    def measure(rounds: int, left: float) -> dict[str, Any]:
+        return rollout_bench.measure(contenders, CPU, rounds, left=left, timer_kind=half_a_second)
+
+    measured = measure(100, 10)
     assert measured["seconds"] == {"one": 0.5, "two": 0.5}
     assert measured["failed"] == {"large": "out of memory", "broken": "ValueError: no kernel"}
     assert measured["rounds"] == 8  # one second each, after two seconds of warm-up
-    assert rollout_bench.measure(contenders, CPU, 5, left=10)["rounds"] == 5
-    assert rollout_bench.measure(contenders, CPU, 5, left=1)["rounds"] == 1
+    assert measure(5, 10)["rounds"] == 5
+    assert measure(5, 1)["rounds"] == 1
 
 
 def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:

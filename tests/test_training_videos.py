@@ -192,7 +192,8 @@ def test_a_run_shows_its_samples_and_profiles_an_iteration(tmp_path: Path) -> No
     assert high >= low
     assert {"reward", "advantage", "vq", "mq", "ta"} <= set(videos.scores)
     assert "Training samples of iteration 2" in (run / "report.html").read_text()
-    assert [file.name for file in run.glob("profiles/*/*")] == ["rank-000.json.gz"]
+    profile = sorted(file.name for file in run.glob("profiles/*/*"))
+    assert profile == ["rank-000.json.gz", "rates.txt"]
     events = b"".join(file.read_bytes() for file in run.glob("tensorboard/events*"))
     assert b"training/videos" in events
 
