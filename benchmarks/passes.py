@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,18 +223,19 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def show(table: Callable[[], str], marks: tuple[str, str], description: str) -> None:
+    """Print a table, or write it between the marks of the page that the command names."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("page", nargs="?", type=Path, help="Markdown file with the marks")
     page = parser.parse_args().page
-    found = table()
     if page is None:
-        print(found)
+        print(table())
         return
-    before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    page.write_text(f"{before}{MARKS[0]}\n{found}\n{MARKS[1]}{after}", encoding="utf-8")
+    begin, end = marks
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n{table()}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    show(table, MARKS, (__doc__ or "").split("\n")[0])

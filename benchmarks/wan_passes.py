@@ -12,15 +12,13 @@ times.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from diffusers.models.transformers import transformer_wan
-from sage_fast.benchmarks.passes import Traffic, attend
+from sage_fast.benchmarks.passes import Traffic, attend, show
 from torch import Tensor
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
@@ -142,18 +140,5 @@ def count_unit() -> int:
     return spec.tokens(spec.latent_shape(SIZE)) * width * BF16.itemsize
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("page", nargs="?", type=Path, help="Markdown file with the marks")
-    page = parser.parse_args().page
-    found = table()
-    if page is None:
-        print(found)
-        return
-    before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    page.write_text(f"{before}{MARKS[0]}\n{found}\n{MARKS[1]}{after}", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    show(table, MARKS, (__doc__ or "").split("\n")[0])

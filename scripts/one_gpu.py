@@ -6,7 +6,7 @@ from sage_fast.config.schema import Config
 from sage_fast.config.shipped import FOLDER
 from sage_fast.models.find import find_spec
 from sage_fast.models.spec import Spec
-from sage_fast.tools.plan import Plan, iteration_flops, plan_of_run, seconds_on_a_gpu
+from sage_fast.tools.plan import iteration_flops, plan_of_run, seconds_on_a_gpu
 from sage_fast.tools.plan_text import duration
 from sage_fast.util.cards import CARDS
 from scripts.reference import FOLDER as REFERENCE
@@ -43,16 +43,10 @@ def row(config: Config, spec: Spec, gigabytes: int, frames: int) -> list[str]:
         f"{planned.together / GIB:.1f} GiB",
         f"{planned.streamed} of {planned.blocks}" if planned.streamed else "none",
         f"{planned.in_host_memory / GIB:.1f} GiB" if planned.in_host_memory else "-",
-        checkpointing(planned),
+        str(planned.checkpointing),
         ", ".join(planned.parked) or "-",
         " to ".join(map(duration, times)),
     ]
-
-
-def checkpointing(planned: Plan) -> str:
-    """Return the mode of recomputation, as the plan says it."""
-    (label,) = (part for part in planned.memory if part.startswith("activations"))
-    return label.rpartition("auto chooses ")[2]
 
 
 def table() -> str:

@@ -93,7 +93,7 @@ def counted_cost(spec: Spec, config: Config) -> Cost:
         forward=forward,
         attention=attention,
         decode=_decode_flops(case),
-        decoder_weights=sum(p.numel() for p in spec.meta("vae").parameters()),
+        decoder_weights=sum(p.numel() for p in spec.vae.parameters()),
         **counted_memory(spec, config),
     )
 

@@ -143,20 +143,22 @@ def _check_fields(setting: str, spec: Spec) -> None:
 
 def _family_in(setting: str, source: str) -> type[Spec]:
     """Return the family whose first network is in a checkpoint."""
-    found: list[str | None] = []
-    problems = []
+    found: dict[str, str | None] = {}  # part -> class of the network in it
+    problems: dict[str, UserError] = {}
     for class_name, name in SHIPPED.items():
         cls = family(name)
-        try:
-            config = read_config("model.path", source, cls.main_network())
-            found.append(config.get("_class_name"))
-        except UserError as error:
-            problems.append(error)
-        if class_name in found:
+        part = cls.main_network()
+        if part not in found and part not in problems:
+            try:
+                found[part] = read_config("model.path", source, part).get("_class_name")
+            except UserError as error:
+                problems[part] = error
+        if found.get(part) == class_name:
             return cls
     if not found:
-        raise problems[0]
-    raise UserError(f"{setting} holds a {found[0]}; expected one of {list(SHIPPED)}")
+        raise next(iter(problems.values()))
+    first = next(iter(found.values()))
+    raise UserError(f"{setting} holds a {first}; expected one of {list(SHIPPED)}")
 
 
 def family_note(spec: Spec) -> str:

@@ -7,6 +7,7 @@ models/registry.py finds it; models/interface.py has what a policy takes besides
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,7 +62,6 @@ class Spec:
         randoms: paths `random:NAME` of models with random weights.
         family_is_assumed: the spec is of a hub id whose files are not read and whose name tells no
             family.
-        fps: frames per second of its videos; checkpoints of a family may differ.
         text_tokens: assumed prompt length while none is known.
         text_keys: keys of an attention from the video to its text alone, which the chosen kernel
             has to serve too; None: there is none.
@@ -87,7 +87,6 @@ class Spec:
     lora_targets: ClassVar[str]
     hub_names: ClassVar[str] = ""
     randoms: ClassVar[tuple[str, ...]] = ()
-    fps: int = 24
     text_tokens: ClassVar[int] = 200
     text_keys: ClassVar[int | None] = None
     encoder_bytes: ClassVar[float] = 0.0
@@ -155,6 +154,21 @@ class Spec:
                 f"model.path = {self.path!r}: {part}/config.json describes no model: "
                 f"{first_line(error)}"
             ) from error
+
+    @functools.cached_property
+    def transformer_config(self) -> Any:
+        """The main network's config, including the defaults that config.json leaves out."""
+        return self.meta(self.main_network()).config
+
+    @functools.cached_property
+    def vae(self) -> Any:
+        """The autoencoder on the meta device."""
+        return self.meta("vae")
+
+    @property
+    def fps(self) -> int:
+        """Frames per second of the videos; checkpoints of a family may differ."""
+        return 24
 
     @property
     def heads(self) -> int:

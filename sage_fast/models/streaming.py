@@ -32,7 +32,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from sage_fast.models.checkpointing import is_checkpointed, reads_no_results, unseen
-from sage_fast.models.lora.linear import FusedLinear
+from sage_fast.models.lora.linear import FusedLinear, linears_of
 from sage_fast.models.policy import Policy
 
 SLOTS = 2
@@ -96,7 +96,7 @@ def _places(module: nn.Module) -> list[_Place]:
     """
     places = []
     joined = set()
-    for linear in _linears_of(module):
+    for linear in linears_of(module):
         if linear.pad:
             places.append(_Place(holder=linear, key="", host=linear._buffer))
             joined |= {id(weight) for weight in linear.weights}
@@ -159,12 +159,8 @@ def fused_linears(policy: Policy) -> list[FusedLinear]:
     found = []
     for chain in policy.streamed_units(range(len(policy.block_list()))):
         for unit in chain:
-            found += _linears_of(unit)
+            found += linears_of(unit)
     return found
-
-
-def _linears_of(module: nn.Module) -> list[FusedLinear]:
-    return [part for part in module.modules() if isinstance(part, FusedLinear)]
 
 
 def block_sizes(policy: Policy, itemsize: int) -> list[BlockSizes]:
@@ -199,7 +195,7 @@ def _planned_size(module: nn.Module, itemsize: int, alignment: int = ALIGNMENT) 
     """Return the bytes of a module's places, as `_size` does once its fused linears are joined."""
     total = 0
     joined = set()
-    for linear in _linears_of(module):
+    for linear in linears_of(module):
         shape = linear.buffer_shape(itemsize)
         if shape is not None:
             total += _aligned(math.prod(shape) * itemsize, alignment)
@@ -390,7 +386,7 @@ class BlockStream:
                 slot.bytes.record_stream(self._copies)
         self.sizes = stream_sizes(blocks, count)
         for module in modules:
-            for linear in _linears_of(module):
+            for linear in linears_of(module):
                 linear.before_write = self.forget
                 linear.is_streamed = True
 

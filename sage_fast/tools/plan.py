@@ -110,6 +110,7 @@ class Plan:
         gpu_memory: bytes of a GPU.
         remedies: what takes less memory and is not set yet, as options of the command line.
         blocks: blocks of the model.
+        checkpointing: what a backward recomputes.
         streamed: blocks whose frozen weights are in host memory.
         copies: part -> bytes of streamed blocks that an iteration copies to the GPU with the most
             work.
@@ -139,6 +140,7 @@ class Plan:
     gpu_memory: float
     remedies: list[str]
     blocks: int
+    checkpointing: CheckpointPlan
     streamed: int
     copies: dict[str, float]
     parked: list[str]
@@ -229,6 +231,7 @@ def plan(
         gpu_memory=gpu_memory,
         remedies=_remedies(config, checkpointing),
         blocks=len(policy.block_list()),
+        checkpointing=checkpointing,
         streamed=fit.streamed,
         copies=_copies(config, forwards, busiest, fit.sizes.forward),
         parked=[*parked],

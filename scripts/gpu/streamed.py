@@ -34,7 +34,7 @@ from sage_fast.ops import implementation
 from sage_fast.rollout.loop import initial_latents
 from sage_fast.rollout.step import denoise
 from sage_fast.tools.harness import host_timer
-from sage_fast.tools.plan import Plan, plan_of_run
+from sage_fast.tools.plan import plan_of_run
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.environment import environment
 from sage_fast.util.files import write_json
@@ -52,15 +52,6 @@ def settings(tiny: bool) -> Config:
         return load("configs/recipes/paper.yaml", {"model.gradient_checkpointing": "full"})
     random_weights = {"model.path": "random:hunyuanvideo15-480p"}
     return load("configs/hunyuanvideo15-24gb.yaml", random_weights)
-
-
-def checkpointing_of(planned: Plan, blocks: int, asked: str) -> CheckpointPlan:
-    """Return what the plan recomputes, which its row of activations says."""
-    (label,) = (part for part in planned.memory if part.startswith("activations"))
-    chosen = label.rpartition("auto chooses ")[2] if asked == "auto" else asked
-    mode, _, share = chosen.partition(" in ")
-    count = int(share.split(" ")[0]) if share else blocks
-    return CheckpointPlan(mode, count, blocks)
 
 
 def loaded(config: Config, streamed: int, chosen: CheckpointPlan, device: torch.device) -> Model:
@@ -179,7 +170,7 @@ def compare(tiny: bool) -> dict[str, Any]:
     spec = find_spec(config.model.path)
     planned = plan_of_run(config, spec, ranks=1, gpu_memory=CARD_BYTES)
     count = 2 if tiny else planned.streamed
-    chosen = checkpointing_of(planned, planned.blocks, config.model.gradient_checkpointing)
+    chosen = planned.checkpointing
 
     cap(device, CARD_BYTES)
     streamed, found = measured(config, count, chosen, device)

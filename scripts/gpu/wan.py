@@ -29,7 +29,8 @@ from sage_fast.algorithm.flops import training_flops
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.models.attention.backends import ATTENTION
-from sage_fast.models.attention.trial import Use, fastest, measure_attention
+from sage_fast.models.attention.choose import uses_of
+from sage_fast.models.attention.trial import fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.cost import Cost
 from sage_fast.models.wan.conditioning import TEXT_TOKENS, TextEmbedding
@@ -95,10 +96,7 @@ def counted_flops(cost: Cost) -> dict[str, float]:
 
 def right_attention(spec: Wan, config: Config, device: torch.device, dtype: torch.dtype) -> str:
     """Return the fastest kernel that is right for the video's tokens and for those of a text."""
-    tokens, heads, width = spec.attention_shape(config.sampling)
-    shape = (1, tokens, heads, width)
-    uses = [Use(shape=shape), Use(shape=shape, keys=TEXT_TOKENS)]
-    trials = measure_attention(uses, device, dtype)
+    trials = measure_attention(uses_of(spec, config.sampling), device, dtype)
     for name, trial in trials.items():
         if trial.problem:
             print(f"attention {name!r} is skipped: {trial.problem}", flush=True)

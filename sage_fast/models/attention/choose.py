@@ -8,6 +8,7 @@ from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.attention.trial import Trial, Use, fastest, measure_attention, try_uses
 from sage_fast.models.model import Model
+from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import all_gather_object, sequence_size
 
@@ -26,27 +27,36 @@ def choose_attention(
     Raises:
         UserError: on any rank, the requested backend does not run, or gives wrong results.
     """
-    sample_shape = model.spec.attention_shape(sampling)
-    if sample_shape is None:
+    uses = uses_of(model.spec, sampling)
+    if not uses:
         if asked not in ("auto", model.attention):
             raise UserError(
                 f"model.attention = {asked!r}: {model.spec.title} calls a kernel of its own; the "
                 "nearest is 'auto'"
             )
         return
-    tokens, heads, width = sample_shape
-    ranks, batch = sequence_size(), sampling.batch_size
-    uses = [Use(shape=(batch, tokens, heads // ranks, width))]
-    if model.spec.text_keys is not None:
-        # of a rank's own tokens, with all heads
-        shape = (batch, -(-tokens // ranks), heads, width)
-        uses.append(Use(shape=shape, keys=model.spec.text_keys))
     if asked == "auto":
         asked = _fastest(model, uses, needs_agreement)
     elif not ATTENTION[asked].is_reference:
         _check(model, asked, uses, needs_agreement)
     model.attention = asked
     model.policy.attention = ATTENTION[asked]
+
+
+def uses_of(spec: Spec, sampling: SamplingConfig) -> list[Use]:
+    """Return the attentions that a kernel has to serve on a rank; none if the model calls its
+    own."""
+    sample_shape = spec.attention_shape(sampling)
+    if sample_shape is None:
+        return []
+    tokens, heads, width = sample_shape
+    ranks, batch = sequence_size(), sampling.batch_size
+    uses = [Use(shape=(batch, tokens, heads // ranks, width))]
+    if spec.text_keys is not None:
+        # of a rank's own tokens, with all heads
+        shape = (batch, -(-tokens // ranks), heads, width)
+        uses.append(Use(shape=shape, keys=spec.text_keys))
+    return uses
 
 
 def _fastest(model: Model, uses: Sequence[Use], needs_agreement: bool) -> str:

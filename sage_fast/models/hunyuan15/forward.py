@@ -24,7 +24,7 @@ from sage_fast.models.attention.backends import Attention
 from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.block import TextToVideoBlock
 from sage_fast.models.hunyuan15.conditioning import Images, Inputs, TextEmbedding
-from sage_fast.models.lora.linear import FusedLinear
+from sage_fast.models.lora.linear import FusedLinear, linears_of
 from sage_fast.ops.norm_modulate import norm_modulate
 
 ADALN_UNITS = 6
@@ -69,9 +69,7 @@ class TextToVideoForward(nn.Module):
         size = -(-len(norms) // ADALN_UNITS)
         self.adaln = nn.ModuleList(AdaLN(norms[i : i + size]) for i in range(0, len(norms), size))
         self.out = FusedLinear(transformer, "proj_out")
-        self.fused_linears = [
-            module for module in self.modules() if isinstance(module, FusedLinear)
-        ]
+        self.fused_linears = linears_of(self)
 
     def refresh(self) -> None:
         """Pick up changed adapters. Call before a forward and before replaying a recorded one."""

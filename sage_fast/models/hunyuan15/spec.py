@@ -91,16 +91,6 @@ class HunyuanVideo15(Spec):
     )
 
     @functools.cached_property
-    def transformer_config(self) -> Any:
-        """The transformer's config, including the defaults that config.json leaves out."""
-        return self.meta("transformer").config
-
-    @functools.cached_property
-    def vae(self) -> Any:
-        """The autoencoder on the meta device."""
-        return self.meta("vae")
-
-    @functools.cached_property
     def takes_images(self) -> bool:
         """Whether its pipeline is the one for images.
 

@@ -259,6 +259,11 @@ class FusedLinear(nn.Module):
         )  # fmt: skip
 
 
+def linears_of(module: nn.Module) -> list[FusedLinear]:
+    """Return the fused linears of a module."""
+    return [part for part in module.modules() if isinstance(part, FusedLinear)]
+
+
 def _ranks(adapters: Sequence[_Adapter | None]) -> list[int | None]:
     """Return the rank of each adapter; None for a layer without one."""
     return [None if adapter is None else len(adapter.down) for adapter in adapters]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import Attention
 from sage_fast.models.attention.sequence import SequenceParallel
-from sage_fast.models.lora.linear import FusedLinear
+from sage_fast.models.lora.linear import FusedLinear, linears_of
 from sage_fast.models.wan.block import WanBlock
 from sage_fast.models.wan.conditioning import TEXT_TOKENS, Inputs, TextEmbedding
 from sage_fast.ops.norm_modulate import norm_modulate
@@ -43,9 +43,7 @@ class WanForward(nn.Module):
             WanBlock(block, index, self.eps) for index, block in enumerate(transformer.blocks)
         )
         self.out = FusedLinear(transformer, "proj_out")
-        self.fused_linears = [
-            module for module in self.modules() if isinstance(module, FusedLinear)
-        ]
+        self.fused_linears = linears_of(self)
 
     def refresh(self) -> None:
         """Pick up changed adapters. Call before a forward and before replaying a recorded one."""

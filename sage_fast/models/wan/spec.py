@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Mapping
@@ -97,7 +96,6 @@ class Wan(Spec):
                 f"model.path = {path!r}: by its name a checkpoint for another task, or of two "
                 f"transformers; expected one for text-to-video, such as {self.published}"
             )
-        self.fps = RATES.get(self.vae.config.z_dim, Spec.fps)
 
     @property
     def sizes_are_known(self) -> bool:
@@ -110,15 +108,9 @@ class Wan(Spec):
     def published_sizes(self, part: str) -> Mapping[str, Any]:
         return PUBLISHED[self._published_name or next(iter(PUBLISHED))].get(part, {})
 
-    @functools.cached_property
-    def transformer_config(self) -> Any:
-        """The transformer's config, including the defaults that config.json leaves out."""
-        return self.meta("transformer").config
-
-    @functools.cached_property
-    def vae(self) -> Any:
-        """The autoencoder on the meta device."""
-        return self.meta("vae")
+    @property
+    def fps(self) -> int:
+        return RATES.get(self.vae.config.z_dim, super().fps)
 
     @property
     def heads(self) -> int:
