@@ -37,16 +37,14 @@ COLUMNS = {
 }
 
 
-def count(path: str, tokens: int | None = None) -> tuple[Traffic, Traffic]:
+def count(path: str) -> tuple[Traffic, Traffic]:
     """Count the forward and the backward of a block that is neither first nor last.
 
     Args:
         path: one of `COLUMNS`.
-        tokens: video tokens; by default those of the published size.
     """
     spec = Wan(Wan.published)
-    latents = spec.latent_shape(SIZE)
-    tokens = tokens or spec.tokens(latents)
+    tokens = spec.tokens(spec.latent_shape(SIZE))
     with torch.device("meta"):
         network = spec.meta("transformer")
         del network.blocks[2:]
@@ -58,8 +56,10 @@ def count(path: str, tokens: int | None = None) -> tuple[Traffic, Traffic]:
         width = config.num_attention_heads * config.attention_head_dim
         video = torch.empty(1, tokens, width, dtype=BF16, requires_grad=True)
         text = torch.empty(1, TEXT_TOKENS, width, dtype=BF16)
-        run = _ours if path == "ours" else _diffusers
-        block, arguments = run(network, video, text, per_token=path == "pipeline")
+        if path == "ours":
+            block, arguments = _ours(network, video, text)
+        else:
+            block, arguments = _diffusers(network, video, text, per_token=path == "pipeline")
         with (
             mock.patch.object(transformer_wan, "dispatch_attention_fn", _dispatched),
             mock.patch.object(torch.nn.functional, "rms_norm", _rms_norm),
@@ -73,7 +73,7 @@ def count(path: str, tokens: int | None = None) -> tuple[Traffic, Traffic]:
 
 
 def _ours(
-    network: Any, video: Tensor, text: Tensor, *, per_token: bool
+    network: Any, video: Tensor, text: Tensor
 ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     """Return our block and its arguments."""
     policy = WanPolicy(network, dtype=BF16)
