@@ -278,7 +278,7 @@ class Trainer:
             batch.videos = scorer.videos
             with watch.waiting():
                 scores = gather_checked(self.reward, batch.numbers, local)
-            if self.config.objective.direction == "endpoint":
+            if plan.endpoint_share > 0:
                 turn_to_endpoints(batch, plan)
             if self.objective.scores_noised:
                 with watch("anchor"):
@@ -315,9 +315,7 @@ class Trainer:
             plan.rollouts.steps,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            endpoint_transitions=plan.endpoint_transitions(numbers)
-            if objective.settings.direction == "endpoint"
-            else (),
+            endpoint_transitions=plan.endpoint_transitions(numbers),
             offload=self.config.sampling.offload_trajectories,
         )
         shared_key = self.prompts[0]  # which every rank has, whatever its samples
@@ -336,6 +334,7 @@ class Trainer:
             trajectories=trajectories,
             advantages=torch.zeros(len(own), device=self.device),
             anchor_velocities={},
+            anchor_weight=plan.anchor_weight,
         )
 
     # -- advantages --------------------------------------------------------------------------------

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import logging
 import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sage_fast.cli import guarded
 from sage_fast.config.loader import build, dump, leaves, load, parse_yaml
@@ -28,6 +29,9 @@ from sage_fast.util.files import read_json, write_json
 from sage_fast.util.meters import JUDGE_PART
 from studies.differences import Difference, difference_of_runs, mean_and_half, means_by_prompt
 from studies.processes import run_many
+
+if TYPE_CHECKING:
+    from sage_fast.trainer import Trainer
 
 log = logging.getLogger("sage_fast.studies")
 
@@ -224,7 +228,8 @@ def train_runs(
     run is replaced, with a message.
 
     Args:
-        study: module whose `settings_of(run, quick)` gives the settings of a run.
+        study: module whose `settings_of(run, quick)` gives the settings of a run. If it has a
+            function `before_iteration(run, trainer, index)`, that is called before each iteration.
         runs: name of the file, without its ending -> settings.
         folder: folder of the files.
         quick: passed to `settings_of`.
@@ -289,12 +294,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def _make(options: argparse.Namespace) -> int:
     """Train runs in sequence in this process, for as long as the parent process lives."""
-    settings_of = importlib.import_module(options.study).settings_of
+    study = importlib.import_module(options.study)
+    prepare = getattr(study, "before_iteration", _nothing)
     parent, begun, count = os.getppid(), time.monotonic(), len(options.runs)
     for done, name in enumerate(options.runs, start=1):
         if os.getppid() != parent:
             return 1
-        score = train_one(settings_of(name, options.quick), _file(options.folder, name))
+        score = train_one(
+            study.settings_of(name, options.quick),
+            _file(options.folder, name),
+            functools.partial(prepare, name),
+        )
         left = (time.monotonic() - begun) / done * (count - done) / 60
         log.info(
             f"{name}: {score:.3f}; {done} of {count} runs of this process, about {left:.0f} "
@@ -303,10 +313,20 @@ def _make(options: argparse.Namespace) -> int:
     return 0
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
 @quiet()
-def train_one(config: Config, file: Path) -> float:
+def train_one(
+    config: Config, file: Path, before_iteration: Callable[[Trainer, int], object] = _nothing
+) -> float:
     """Train and evaluate as `sage-fast train` does, but without a run folder; return the last
-    held-out score."""
+    held-out score.
+
+    Args:
+        before_iteration: called with the trainer and the index of each iteration.
+    """
     import torch
 
     from sage_fast.eval.evaluation import evaluate
@@ -329,6 +349,7 @@ def train_one(config: Config, file: Path) -> float:
     evaluations = [evaluate(setup, iteration=0)[0]]
     rows = []
     for index in range(config.train.iterations):
+        before_iteration(trainer, index)
         rows.append(trainer.iteration(index))
         if (index + 1) % config.eval.interval == 0 or index + 1 == config.train.iterations:
             with trainer.engine.averaged_weights():

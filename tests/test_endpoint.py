@@ -31,7 +31,7 @@ ENDPOINT: dict[str, Any] = {
 }
 
 
-def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+def turned(jacobian: Tensor, samples: int, share: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the noise of a group whose endpoints are `jacobian` times it, and its turned noise,
     both `[N, D]`."""
     size, shape = len(jacobian), (1, 1, 1, len(jacobian))
@@ -57,6 +57,7 @@ def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
     ]
     plan = SimpleNamespace(
         rollouts=SimpleNamespace(group_size=samples),
+        endpoint_share=share,
         tables=[SimpleNamespace(c=torch.tensor([0.3]))],
     )
     turn_to_endpoints(SimpleNamespace(trajectories=stored, samples=rows), plan)  # type: ignore[arg-type]

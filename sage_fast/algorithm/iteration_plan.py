@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import TransitionTable
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, ObjectiveConfig
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
 
@@ -244,6 +245,11 @@ class IterationPlan:
         rollouts: the denoising steps of the samples.
         shares: the samples of each rank, balanced by token count.
         orders: the trained steps of each sample, in the order of its updates.
+        anchor_steps: the trained steps of each sample at which the KL to the anchor is computed.
+        anchor_weight: weight of that KL: 1 / `kl.anchor_fraction`, or 1 if it is computed at all
+            trained steps.
+        endpoint_share: share of the endpoint in the direction that is trained at
+            `endpoint_transitions`, in [0, 1]; the rest is the noise.
         optimizer_steps: updates of the iteration.
         passes: forwards of a step: 2 with guidance.
         runs_anchor: whether the anchor has a forward at each trained transition. It has none if
@@ -258,6 +264,9 @@ class IterationPlan:
     rollouts: Rollouts
     shares: Sequence[Sequence[int]]
     orders: Sequence[Sequence[int]]
+    anchor_steps: Sequence[Collection[int]]
+    anchor_weight: float
+    endpoint_share: float
     optimizer_steps: int
     passes: int
     runs_anchor: bool
@@ -273,7 +282,12 @@ class IterationPlan:
         return sorted(found, key=lambda transition: transition[::-1])
 
     def endpoint_transitions(self, numbers: Sequence[int]) -> list[Transition]:
-        """Return those of `transitions` that all samples of a group enter from the same latents."""
+        """Return those of `transitions` that all samples of a group enter from the same latents.
+
+        There are none in an iteration that trains the noise alone.
+        """
+        if self.endpoint_share == 0:
+            return []
         first = [self.rollouts.windows[self.samples[number].group] for number in numbers]
         return [(i, t) for i, t in self.transitions(numbers) if t == first[i]]
 
@@ -283,7 +297,7 @@ class IterationPlan:
         if not self.runs_anchor:
             return []
         transitions = self.transitions(range(len(self.samples)))
-        return [(i, t) for i, t in transitions if kept[i]]
+        return [(i, t) for i, t in transitions if kept[i] and t in self.anchor_steps[i]]
 
     def updates(self, kept: Sequence[bool]) -> list[list[Transition]]:
         """Return the transitions of each optimizer step. Each step has every kept sample, at
@@ -372,6 +386,8 @@ def plan_iteration(
         shared=config.sampling.shared_initial_noise,
     )
     orders = [_order(trained[sample.group], config.seed, index, sample) for sample in samples]
+    # Without a forward the KL to the anchor costs nothing, so it is computed everywhere.
+    anchor_fraction = 1.0 if anchor_is_free else config.kl.anchor_fraction
     lengths = [tokens(sample.prompt) for sample in samples]
     return IterationPlan(
         samples=samples,
@@ -380,6 +396,9 @@ def plan_iteration(
         rollouts=rollouts,
         shares=assign_to_ranks(lengths, ranks, config.sampling.batch_size, rollouts),
         orders=orders,
+        anchor_steps=_anchor_steps(orders, samples, anchor_fraction, config.seed, index),
+        anchor_weight=1 / anchor_fraction,
+        endpoint_share=_endpoint_share(config.objective, index),
         optimizer_steps=config.train.optimizer_steps,
         passes=config.sampling.passes,
         runs_anchor=objective.strategy.anchor is not None and not anchor_is_free,
@@ -416,3 +435,40 @@ def _order(steps: Sequence[int], seed: int, index: int, sample: Sample) -> list[
     """Shuffle the trained steps of a sample."""
     key = (index, sample.group, sample.index)
     return [steps[i] for i in permutation(len(steps), seed, "timesteps", *key)]
+
+
+def _anchor_steps(
+    orders: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    fraction: float,
+    seed: int,
+    index: int,
+) -> list[Collection[int]]:
+    """Draw the trained steps of each sample at which the KL to the anchor is computed.
+
+    Each step is drawn with the probability `fraction`, so that the weight 1 / `fraction` leaves the
+    mean as it is. The numbers of two samples with equally many steps differ by at most one, so that
+    ranks stay balanced: systematic sampling, with one random offset for the iteration.
+    """
+    if fraction == 1:
+        return list(orders)
+    offset = derive_seed(seed, "anchor-offset", index) / 2**63
+    drawn: list[Collection[int]] = []
+    before = offset
+    for order, sample in zip(orders, samples, strict=True):
+        after = before + fraction * len(order)
+        count = math.floor(after) - math.floor(before)
+        key = (index, sample.group, sample.index)
+        shuffled = permutation(len(order), seed, "anchor-steps", *key)
+        drawn.append(frozenset(order[i] for i in shuffled[:count]))
+        before = after
+    return drawn
+
+
+def _endpoint_share(objective: ObjectiveConfig, index: int) -> float:
+    """Return the endpoint's share of the direction in iteration `index`."""
+    if objective.direction == "noise":
+        return 0.0
+    if objective.hand_over_iterations == 0:
+        return 1.0
+    return max(0.0, 1 - index / objective.hand_over_iterations)

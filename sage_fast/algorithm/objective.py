@@ -246,7 +246,7 @@ to the rollout policy, and whether it is multiplied by S_t."""
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
     """Per-sample terms `[B]` of a micro-batch; `total` and `policy` carry gradients, `ratio` is the
-    prepared one."""
+    prepared one and `kl_anchor` is weighted."""
 
     total: Tensor
     policy: Tensor
@@ -373,6 +373,8 @@ class TransitionScores:
         log_prob: log-prob under the current policy.
         log_prob_old: log-prob under the rollout policy.
         kl_anchor: KL of the current policy to the anchor.
+        anchor_weight: its weight, `[B]` or one number: 1 unless it is computed at a fraction of the
+            transitions.
         kl_old: KL of the current policy to the rollout policy.
         advantage: A_i.
         errors: error_plus and error_minus of `transition_score`, for a surrogate that uses them.
@@ -383,6 +385,7 @@ class TransitionScores:
     kl_anchor: Tensor
     kl_old: Tensor
     advantage: Tensor
+    anchor_weight: Tensor | float = 1.0
     errors: Sequence[Tensor] = ()
 
 
@@ -446,9 +449,10 @@ def sage_loss(
     policy = -weight * surrogate.value(scored, objective.settings)
 
     velocity = kl_old if objective.closed_form else scores.log_prob_old - scores.log_prob
+    kl_anchor = scores.anchor_weight * scores.kl_anchor
     regularizer = torch.zeros_like(policy)
     if strategy.anchor is not None:
-        regularizer = regularizer + kl.beta_pos * scores.kl_anchor
+        regularizer = regularizer + kl.beta_pos * kl_anchor
     if strategy.velocity:
         regularizer = regularizer + kl.beta_vel * velocity
 
@@ -456,7 +460,7 @@ def sage_loss(
         total=policy + kl_weight * regularizer,
         policy=policy,
         kl=regularizer.detach(),
-        kl_anchor=scores.kl_anchor.detach(),
+        kl_anchor=kl_anchor.detach(),
         kl_velocity=velocity.detach(),
         ratio=torch.exp(log_ratio.detach()),
         clipped=surrogate.clipped(scored, objective.settings).float(),
@@ -541,7 +545,9 @@ def gradient_norms(
     anchor = torch.zeros_like(policy)
     velocity = torch.zeros_like(policy)
     if objective.strategy.anchor is not None:
-        anchor = 4 * kl.beta_pos**2 * row.m * (loss.kl_anchor - rounding) / numel
+        # The mean of the weighted KL is that of the KL at all transitions.
+        excess = loss.kl_anchor - scores.anchor_weight * rounding
+        anchor = 4 * kl.beta_pos**2 * row.m * excess / numel
     if objective.strategy.velocity and objective.closed_form:
         # Without stored velocities the KL to the rollout policy is exactly 0: nothing was rounded
         # twice.

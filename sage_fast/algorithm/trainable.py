@@ -87,6 +87,15 @@ def check_trainable(config: Config, ranks: int | None = None) -> ResolvedConfig:
         "expected sampling.shared_initial_noise and a surrogate that scores rollouts; the nearest "
         "choice is noise",
     )
+    hands_over = (
+        config.objective.direction == "endpoint" or not config.objective.hand_over_iterations
+    )
+    config.objective.require(
+        hands_over,
+        "hand_over_iterations",
+        f"objective.direction = {config.objective.direction} has no endpoint to hand over from; "
+        "expected objective.direction = endpoint; the nearest choice is 0",
+    )
 
     if trainable < train.optimizer_steps:
         share = ""

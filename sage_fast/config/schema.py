@@ -419,6 +419,9 @@ class ObjectiveConfig(Section):
     the sampled next latents. `endpoint`: a point at the same distance from the mean, towards the
     sample's final latents minus the group's average. It is not the exact policy gradient, and has
     far less noise. Needs sampling.shared_initial_noise."""
+    hand_over_iterations: int = within(0, least=0)
+    """Iterations over which the endpoint direction gives way to the noise: the target mixes both,
+    and the endpoint's share falls linearly from 1 to 0. 0: it never does."""
     ratio: Ratio = "plain"
     """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy
     is added to the log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times
@@ -464,6 +467,10 @@ class KLConfig(Section):
     """Weight of the KL to the anchor."""
     beta_vel: float = within(0.1, least=0)
     """Weight of the KL to the rollout policy."""
+    anchor_fraction: float = within(1.0, above=0, most=1)
+    """Fraction of the trained transitions at which the KL to the anchor is computed, each with a
+    weight of 1 / fraction, so that its mean stays; drawn anew for each iteration. Saves the other
+    transitions' forwards of the anchor. Where the anchor needs no forward, all are used."""
     anchor_interval: int = within(10, least=1)
     """Optimizer steps between refreshes of the moving anchor."""
     lambda_min: float = within(1e-7, least=0)

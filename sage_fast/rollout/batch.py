@@ -10,7 +10,7 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_plan import Sample, Transition
 from sage_fast.models.interface import ConditionTable
 from sage_fast.rollout.idle import IdleForwards
-from sage_fast.rollout.trajectories import Trajectories
+from sage_fast.rollout.trajectories import Trajectories, on_device
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -26,7 +26,9 @@ class Batch:
         idle: dummy forwards, which need none of the samples.
         trajectories: what is stored of the rollouts.
         advantages: float32 `[N]` on the device; 0 until the rewards are known.
-        anchor_velocities: transition -> `[C, T, H, W]`, guidance included; empty without an anchor.
+        anchor_velocities: transition -> `[C, T, H, W]`, guidance included, of those at which the KL
+            to the anchor is computed; empty without an anchor.
+        anchor_weight: weight of that KL, as in the plan.
         videos: index of a sample -> its video, uint8 `[F, 3, H, W]` on the CPU, of those that are
             kept.
     """
@@ -39,6 +41,7 @@ class Batch:
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]
+    anchor_weight: float = 1.0
     videos: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:
@@ -47,8 +50,25 @@ class Batch:
         rows = {number: row for row, number in enumerate(self.numbers)}
         return [(rows[number], t) for number, t in transitions if number in rows]
 
-    def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
-        """Return the anchor's velocities; None without an anchor."""
-        if not self.anchor_velocities:
-            return None
-        return self.trajectories.gather(self.anchor_velocities, micro)
+    def anchor_of(self, micro: Sequence[Transition]) -> tuple[Tensor | None, Tensor | float]:
+        """Return the anchor's velocities at B transitions and the weights of their KL.
+
+        Returns:
+            `[B, C, T, H, W]`, or None if the anchor has no forward at any of them; and `[B]`, 0 at
+            those without a forward, or one number for all.
+        """
+        velocities = self.anchor_velocities
+        anchored = [transition for transition in micro if transition in velocities]
+        if not anchored:
+            return None, 0.0
+        if len(anchored) == len(micro):
+            return self.trajectories.gather(velocities, micro), self.anchor_weight
+
+        # Any finite velocity will do where the weight is 0.
+        stand_in = anchored[0]
+        used = [transition if transition in velocities else stand_in for transition in micro]
+        weights = [self.anchor_weight if t in velocities else 0.0 for t in micro]
+        return (
+            self.trajectories.gather(velocities, used),
+            on_device(weights, self.trajectories.device),
+        )

@@ -4,14 +4,17 @@ its final sample.
 Most of the noise n that leads from a shared latent to the samples of a group does not show in their
 final samples x0. The endpoint direction leaves it out (docs/explanation/objective.md):
 
-    x_next = mean + c n    becomes    mean + c |n| (x0 - mean of x0) / |x0 - mean of x0|
+    e = |n| (x0 - mean of x0) / |x0 - mean of x0|
+    x_next = mean + c n    becomes    mean + c |n| d / |d|,    d = (1 - w) n + w e
 
-The log-prob under the rollout policy stays what it was, since the length does.
+with the endpoint's share w (`IterationPlan.endpoint_share`). The log-prob under the rollout policy
+stays what it was, since the length does.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import IterationPlan
 from sage_fast.ops.philox import philox_normal
@@ -39,6 +42,13 @@ def turn_to_endpoints(batch: Batch, plan: IterationPlan) -> None:
         next_latents = stored.states[i, t + 1].to(stored.device)
         direction = endpoint.to(stored.device) - means[sample.group]
 
-        # As long as the noise was, so that the log-prob under the rollout policy stays.
-        stretch = noise.norm() / direction.norm().clamp(min=1e-30)
-        endpoint.copy_(next_latents - noise + direction * stretch)
+        turned = _as_long_as(noise, direction)
+        if plan.endpoint_share < 1:
+            turned = _as_long_as(noise, noise.lerp(turned, plan.endpoint_share))
+        endpoint.copy_(next_latents - noise + turned)
+
+
+def _as_long_as(noise: Tensor, direction: Tensor) -> Tensor:
+    """Return the direction with the length of the noise, so that the log-prob stays."""
+    stretch = noise.norm() / direction.norm().clamp(min=1e-30)
+    return direction * stretch

@@ -69,7 +69,7 @@ class Replay:
         v, v_uncond = self.policy.velocities(x, self._inputs(batch, micro))
         if v_old is None and self.objective.stores_velocities:
             v_old = stored.gather(stored.velocities, micro)
-        v_anchor = batch.anchor_of(micro)
+        v_anchor, anchor_weight = batch.anchor_of(micro)
         x_next = stored.next_states(micro)
 
         device = self.policy.device
@@ -85,6 +85,7 @@ class Replay:
             log_prob=log_prob,
             log_prob_old=stored.log_prob_old(micro, log_prob),
             kl_anchor=kl_anchor,
+            anchor_weight=anchor_weight,
             kl_old=kl_old,
             advantage=batch.advantages[samples],
             errors=errors,
