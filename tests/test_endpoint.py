@@ -218,3 +218,49 @@ def test_a_group_spread_over_ranks(tmp_path: Path) -> None:
 def test_what_it_needs(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_trainable(settings(**{**ENDPOINT, **overrides}))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
+def test_the_hand_over_mixes_directions_of_one_length(share: float) -> None:
+    """(1 - w) n + w e in float64, both as long as the noise, and brought to its length."""
+    jacobian = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    noise, scored = turned(jacobian, 8, share)
+    ends = noise.double() @ jacobian.T.double()
+    for row in range(8):
+        n = noise[row].double()
+        e = ends[row] - ends.mean(0)
+        e = e * n.norm() / e.norm()
+        mixed = (1 - share) * n + share * e
+        expected = mixed * n.norm() / mixed.norm()
+        torch.testing.assert_close(scored[row].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_hand_over_ends_in_the_noise() -> None:
+    config = settings(**ENDPOINT, objective__hand_over_iterations=4, train__parity_gate=True)
+    trainer = tiny_trainer(config)
+    shares = [trainer.plan(index).endpoint_share for index in range(6)]
+    assert shares == [1, 0.75, 0.5, 0.25, 0, 0]
+    assert tiny_trainer(settings(**ENDPOINT)).plan(100).endpoint_share == 1
+
+    batch, _ = trainer.rollout(trainer.plan(4))
+    assert not batch.trajectories.endpoints
+    noisy = tiny_trainer(settings(**{**ENDPOINT, "objective__direction": "noise"}))
+    plain, _ = noisy.rollout(noisy.plan(4))
+    for transition in batch.trajectories.trained:
+        found = batch.trajectories.next_states([transition])
+        assert torch.equal(found, plain.trajectories.next_states([transition]))
+
+
+def test_the_log_prob_stays_during_the_hand_over() -> None:
+    config = settings(**ENDPOINT, objective__hand_over_iterations=2, train__parity_gate=True)
+    trainer = tiny_trainer(config)
+    batch, _ = trainer.rollout(trainer.plan(1))
+    assert batch.trajectories.endpoints
+    with torch.no_grad():
+        scores = trainer.replay.score(batch, batch.trajectories.trained)
+    torch.testing.assert_close(scores.log_prob, scores.log_prob_old, rtol=0, atol=2e-5)
+
+
+def test_there_is_nothing_to_hand_over_from_the_noise() -> None:
+    with pytest.raises(UserError, match=r"hand_over_iterations = 20: objective.direction = noise"):
+        check_trainable(settings(objective__hand_over_iterations=20))
