@@ -143,18 +143,22 @@ def make(folder: Path, *, quick: bool, workers: int) -> dict[str, dict[int, list
 
 
 @functools.cache
-def group_exaflops(arm: str) -> float:
-    """Return the exaFLOPs (1e18) of a group of an arm, planned for the 8.3 B model on one of its
-    GPUs."""
-    config = settings_of(str(Name(arm, lengths(arm)[-1], 0)), quick=False)
+def _group_exaflops(configuration: str) -> float:
+    """Return the exaFLOPs (1e18) of a group, planned for the 8.3 B model on eight GPUs."""
+    config = shipped(configuration)
     whole = sum(planned_flops(full_size(config), ranks=RANKS).values()) / 1e18
     return whole / config.train.prompts_per_iteration
 
 
-def groups(arm: str, iterations: int) -> int:
-    """Return the groups of a run."""
+def flops_of(arm: str, iterations: int) -> float:
+    """Return the exaFLOPs of a run without its evaluations, counted as at 8.3 B."""
+    configuration = _protocol()["arms"][arm]["configuration"]
+    groups = iterations * shipped(configuration).train.prompts_per_iteration
     if arm == GROWING:
-        return sum(prompts_at(index) for index in range(iterations))
-    return (
-        iterations * shipped(_protocol()["arms"][arm]["configuration"]).train.prompts_per_iteration
-    )
+        groups = sum(prompts_at(index) for index in range(iterations))
+    return groups * _group_exaflops(configuration)
+
+
+def by_label(found: Runs) -> dict[str, list[TrainedRun]]:
+    """Return arm and iterations, such as `demo-it40` -> its runs."""
+    return {f"{arm}-it{n}": runs for arm, of_arm in found.items() for n, runs in of_arm.items()}
