@@ -45,6 +45,7 @@ from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rollout.groups import Group, compare_groups, gather_groups
 from sage_fast.rollout.idle import IdleForwards
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
@@ -88,6 +89,18 @@ class TrainerHooks:
 
     def after_update(self, number: int) -> None:
         """Called after an optimizer step."""
+
+
+def _groups(plan: IterationPlan) -> list[Group]:
+    """Return the groups of an iteration, as rewards compare them."""
+    numbers: dict[int, list[int]] = {}
+    for number, sample in enumerate(plan.samples):
+        numbers.setdefault(sample.group, []).append(number)
+    groups = []
+    for of_group in numbers.values():
+        first = plan.samples[of_group[0]]
+        groups.append(Group(of_group, first.prompt, derive_seed(first.seed, "comparison")))
+    return groups
 
 
 class Trainer:
@@ -276,8 +289,15 @@ class Trainer:
                         scorer.submit(latents, prompts, drawn, rows=[rows[s] for s in samples])
                 local = scorer.finish()
             batch.videos = scorer.videos
+            compared = None
+            if self.reward.compares_group:
+                held = {batch.numbers[row]: video for row, video in scorer.held.items()}
+                with watch.waiting():
+                    groups = gather_groups(_groups(plan), held)
+                with fail_together(), watch("reward"):
+                    compared = compare_groups(self.reward, groups, held)
             with watch.waiting():
-                scores = gather_checked(self.reward, batch.numbers, local)
+                scores = gather_checked(self.reward, batch.numbers, local, compared)
             if plan.endpoint_share > 0:
                 turn_to_endpoints(batch, plan)
             if self.objective.scores_noised:

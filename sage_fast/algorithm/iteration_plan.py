@@ -232,6 +232,30 @@ def _assign_batches(
     return _Assignment(batches, loads)
 
 
+def assign_groups(holders: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rank on which the videos of each group are compared.
+
+    It is the rank that holds most of them: a group that lies whole on a rank stays there. Of
+    several, the one with the fewest groups so far; groups with a single candidate are assigned
+    first.
+
+    Args:
+        holders: for each group, the rank that holds each of its videos.
+    """
+    candidates = []
+    for ranks in holders:
+        most = max(map(ranks.count, ranks))
+        candidates.append(sorted(rank for rank in {*ranks} if ranks.count(rank) == most))
+
+    assigned = [0 for _ in holders]
+    load: dict[int, int] = {}
+    for group in sorted(range(len(holders)), key=lambda group: len(candidates[group])):
+        rank = min(candidates[group], key=lambda rank: (load.get(rank, 0), rank))
+        load[rank] = load.get(rank, 0) + 1
+        assigned[group] = rank
+    return assigned
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IterationPlan:
     """What an iteration does, on all ranks: numbers alone; `plan_iteration` derives them from the

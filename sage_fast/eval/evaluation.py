@@ -13,12 +13,13 @@ from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.loading import Setup
 from sage_fast.models.interface import pass_lengths
-from sage_fast.rewards.interface import Pending, Scorer, join_scores
+from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
+from sage_fast.rollout.groups import Group, HeldVideo, compare_groups, gather_groups
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
-from sage_fast.rollout.scoring import gather_checked
+from sage_fast.rollout.scoring import as_bytes, gather_checked
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.console import Progress
-from sage_fast.util.errors import RewardError
+from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import json_value
 from sage_fast.util.meters import JUDGE_PART
 from sage_fast.util.ranks import data_rank, data_size, fail_together, sequence_rank
@@ -190,7 +191,7 @@ def score_videos(
     `reward.on_failure = stop`, or if the share of failures exceeds `reward.max_dropped`.
 
     Args:
-        rewards: as returned by `rewards_of`.
+        rewards: as returned by `rewards_of`. The trained one may compare the videos of a prompt.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank.
         kept: number of this rank's first videos to return, float32 `[F, 3, H, W]`.
         save: called with the number, written key and video (on the CPU) of each of this rank's
@@ -204,6 +205,7 @@ def score_videos(
     pending: dict[str, list[Pending]] = {prefix: [] for prefix in rewards}
     order: list[int] = []
     videos: dict[int, Tensor] = {}
+    held: dict[int, HeldVideo] = {}
     failure: RewardError | OSError | None = None
     with fail_together(collective):
         for indices, chunk, fps in videos_of(share):
@@ -224,6 +226,8 @@ def score_videos(
                 failure = error  # raised later: other ranks wait for this rank's forwards
                 continue
             order += indices
+            if rewards[""].compares_group and sequence_rank() == 0:
+                held |= {share[i]: HeldVideo(as_bytes(v), fps) for i, v in zip(indices, chunk)}
             # Copies: a view would keep the whole chunk.
             videos.update(
                 (i, video.to("cpu", copy=True)) for i, video in zip(indices, chunk) if i < kept
@@ -234,9 +238,15 @@ def score_videos(
             prefix: join_scores([scores.result() for scores in chunks])
             for prefix, chunks in pending.items()
         }
+    compared: dict[str, tuple[list[int], Scores]] = {}
+    if rewards[""].compares_group:
+        groups = gather_groups(_groups(prompts, seeds), held)
+        with fail_together():
+            compared[""] = compare_groups(rewards[""], groups, held)
     numbers = [share[i] for i in order]
     merged = {
-        prefix: gather_checked(rewards[prefix], numbers, scores) for prefix, scores in own.items()
+        prefix: gather_checked(rewards[prefix], numbers, scores, compared.get(prefix))
+        for prefix, scores in own.items()
     }
     scores = {
         "iteration": 0,
@@ -252,6 +262,27 @@ def score_videos(
         },
     }
     return scores, [videos[i] for i in sorted(videos)]
+
+
+def _groups(prompts: Sequence[PromptKey], seeds: Sequence[int]) -> list[Group]:
+    """Return the videos of each prompt, as rewards compare them.
+
+    Raises:
+        UserError: a prompt has a single video.
+    """
+    numbers: dict[PromptKey, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        numbers.setdefault(prompt, []).append(number)
+    groups = []
+    for prompt, of_prompt in numbers.items():
+        if len(of_prompt) < 2:
+            raise UserError(
+                f"1 video of {str(prompt)!r}: expected at least 2 of each prompt, since a reward "
+                "compares them"
+            )
+        seed = derive_seed(seeds[of_prompt[0]], "comparison")
+        groups.append(Group(of_prompt, prompt, seed))
+    return groups
 
 
 def _numbers(scores: Tensor) -> list[float | None]:

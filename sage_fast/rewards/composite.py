@@ -38,7 +38,7 @@ from sage_fast.util.errors import RewardError, UserError, first_line
 from sage_fast.util.futures import fulfil
 from sage_fast.util.launchers import launched
 from sage_fast.util.meters import JUDGE_PART, name_in_name
-from sage_fast.util.ranks import local_device
+from sage_fast.util.ranks import check_agreement, local_device
 
 MAX_DUMMY_PIXELS = 2**22
 """Largest number of pixels of a made-up video that has the run's own size."""
@@ -67,7 +67,7 @@ def connect(entry: RewardEntry, key: str, device: str, given: Any = None) -> lis
         return [Worker(entry, key, device_of(entry, device, number)) for number in numbers]
     own = device_of(entry, device, rank)
     reward = load_reward(entry, key, own, given)
-    return [InProcess(entry.name, reward, own if entry.devices else None)]
+    return [InProcess(entry.name, reward, own)]
 
 
 class RewardCaller:
@@ -80,6 +80,10 @@ class RewardCaller:
         backends: its backends, which work in parallel.
         config: retries and time limit.
         needed: parts that must be finite; None: all.
+
+    Attributes:
+        compares_group: whether it compares the videos of a group; of one outside this process it
+            is not known before `ask`.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class RewardCaller:
         self.key = key
         self.needed = needed
         self.in_background = backends[0].in_background
+        self.compares_group = backends[0].compares_group
         self._backends = backends
         self._config = config
         self._jobs: Jobs = queue.Queue(maxsize=len(backends))
@@ -104,18 +109,29 @@ class RewardCaller:
             # it.
             self.close = Finalize(self, _close, (self._jobs, backends), exitpriority=0)
 
+    def ask(self) -> None:
+        """Learn whether the reward compares the videos of a group.
+
+        Raises:
+            RewardFailure: there is no answer.
+        """
+        seconds = self._config.timeout_seconds
+        self.compares_group = self._submit(lambda backend: backend.ask(seconds)).result()
+
     def score(self, request: Request) -> Future[Outcome]:
         """Schedule the scoring of a batch by the failure policy; block while every thread has a job
         in the queue."""
-        needed, config = self.needed, self._config
+        needed, config, as_a_whole = self.needed, self._config, self.compares_group
+        own = self._reachable(request)
         return self._submit(
-            request, lambda backend, own: score_or_drop(backend, own, needed, config)
+            lambda backend: score_or_drop(backend, own, needed, config, as_a_whole=as_a_whole)
         )
 
     def call(self, request: Request) -> Future[dict[str, Tensor]]:
         """Schedule a single call, whose failure is raised; block as `score` does."""
         seconds = self._config.timeout_seconds
-        return self._submit(request, lambda backend, own: backend.score(own, seconds))
+        own = self._reachable(request)
+        return self._submit(lambda backend: backend.score(own, seconds))
 
     def bytes_on(self, device: torch.device) -> int:
         """Return the bytes of its networks that could leave the device."""
@@ -126,13 +142,18 @@ class RewardCaller:
         for backend in self._backends:
             backend.park(device)
 
-    def _submit(self, request: Request, function: Callable[[Backend, Request], Any]) -> Future[Any]:
+    def _reachable(self, request: Request) -> Request:
+        """Return the request with its videos where the reward can reach them."""
+        if not self.in_background:
+            return request
+        return dataclasses.replace(request, videos=request.videos.cpu())
+
+    def _submit(self, function: Callable[[Backend], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         if self.in_background:
-            own = dataclasses.replace(request, videos=request.videos.cpu())
-            self._jobs.put((future, lambda backend: function(backend, own)))
+            self._jobs.put((future, function))
         else:
-            future.set_result(function(self._backends[0], request))
+            future.set_result(function(self._backends[0]))
         return future
 
 
@@ -216,6 +237,14 @@ class CompositeReward:
         return [caller.entry.name for caller in self.callers]
 
     @property
+    def compares_group(self) -> bool:
+        return any(caller.compares_group for caller in self.callers)
+
+    @property
+    def pointwise_weights(self) -> dict[str, float]:
+        return _weights_of(caller for caller in self.callers if not caller.compares_group)
+
+    @property
     def at_a_time(self) -> int:
         """Number of calls worth making concurrently."""
         return max(1, min((caller.entry.workers for caller in self.callers), default=1))
@@ -229,7 +258,8 @@ class CompositeReward:
         device: str = "cpu",
         fps: float = USUAL_FPS,
     ) -> None:
-        """Score one or two made-up videos, check the result against the settings, and set `parts`.
+        """Ask each reward whether it compares the videos of a group, have it score one or two
+        made-up videos, check the result against the settings, and set `parts`.
 
         Args:
             prompts: keys of all prompts that it scores.
@@ -240,9 +270,6 @@ class CompositeReward:
             UserError: a reward fails, returns no finite score, does not return `[B]` for each part,
                 or lacks a part that has a weight; or two rewards return a part of the same name.
         """
-        videos = dummy_videos(sampling).to(device)
-        keys = [prompts[i % len(prompts)] for i in range(len(videos))]
-        request = self._request(videos, keys, fps, seed=0)
         owners: dict[str, str] = {}
         for caller in self.callers:
             entry = caller.entry
@@ -250,9 +277,14 @@ class CompositeReward:
             check_prompts(
                 entry, caller.key, {prompt: self.metadata.get(prompt, {}) for prompt in prompts}
             )
-            made_up = f"made-up videos {list(videos.shape)} of {str(keys[0])!r}"
+            made_up = "made-up videos"
             try:
-                parts = caller.call(request).result()
+                caller.ask()
+                videos, keys = dummy_batch(
+                    sampling, prompts, device, compares_group=caller.compares_group
+                )
+                made_up = f"made-up videos {list(videos.shape)} of {str(keys[0])!r}"
+                parts = caller.call(self._request(videos, keys, fps, seed=0)).result()
             except RewardFailure as error:
                 not_created = str(error).startswith(where)
                 raise UserError(
@@ -283,21 +315,29 @@ class CompositeReward:
     def submit(
         self, videos: Tensor, prompts: Sequence[PromptKey], fps: float | None = None, seed: int = 0
     ) -> Pending:
-        """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process,
-        else right away.
+        """Score `videos [B, F, 3, H, W]` by the rewards that score each video alone: in the
+        background if a reward is outside this process, else right away.
 
         Args:
             prompts: keys; a reward gets the text of each.
             fps: frames per second of the videos; None: not known.
             seed: of the random numbers that the rewards draw.
         """
-        request = self._request(videos, prompts, fps, seed)
-        # First those in the background, so that they score beside the others.
-        order = sorted(range(len(self.callers)), key=lambda i: not self.callers[i].in_background)
-        futures = {i: self.callers[i].score(request) for i in order}
-        return Pending(
-            [futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts))
-        )
+        callers = [caller for caller in self.callers if not caller.compares_group]
+        broken: list[int] = []
+        if self.compares_group:
+            # `compare` could not tell: it gets them as uint8.
+            broken = [i for i, video in enumerate(videos) if not video.isfinite().all()]
+        return self._start(callers, self._request(videos, prompts, fps, seed), prompts, broken)
+
+    def compare(
+        self, videos: Tensor, prompt: PromptKey, fps: float | None = None, seed: int = 0
+    ) -> Pending:
+        """Score a group, `[G, F, 3, H, W]`, by the rewards that compare its videos; when and where,
+        and the other arguments, as of `submit`."""
+        callers = [caller for caller in self.callers if caller.compares_group]
+        prompts = [prompt for _ in videos]
+        return self._start(callers, self._request(videos, prompts, fps, seed), prompts)
 
     def __call__(
         self, videos: Tensor, prompts: Sequence[PromptKey], fps: float | None = None, seed: int = 0
@@ -356,18 +396,44 @@ class CompositeReward:
         metadata = [self.metadata.get(key, {}) for key in keys]
         return Request(videos=videos, prompts=texts, metadata=metadata, fps=fps, seed=seed)
 
-    def _join(self, prompts: list[PromptKey], outcomes: list[Outcome]) -> Scores:
-        """Join the rewards' results to the composite and all parts; all are NaN for a video without
-        a score.
+    def _start(
+        self,
+        callers: Sequence[RewardCaller],
+        request: Request,
+        prompts: Sequence[PromptKey],
+        broken: Iterable[int] = (),
+    ) -> Pending:
+        """Start to score a request by some of the rewards; arguments as of `_join`."""
+        # First those in the background, so that they score beside the others.
+        order = sorted(range(len(callers)), key=lambda i: not callers[i].in_background)
+        futures = {i: callers[i].score(request) for i in order}
+        join = functools.partial(self._join, callers, prompts, broken)
+        return Pending([futures[i] for i in sorted(futures)], join)
+
+    def _join(
+        self,
+        callers: Sequence[RewardCaller],
+        prompts: Sequence[PromptKey],
+        broken: Iterable[int],
+        outcomes: Sequence[Outcome],
+    ) -> Scores:
+        """Join some rewards' results to their share of the composite and their parts; all are NaN
+        for a video without a score.
+
+        Args:
+            callers: the rewards.
+            prompts: keys of the prompts.
+            broken: videos that have no score whatever a reward says: some pixels are not finite.
+            outcomes: of each reward.
 
         Raises:
             RewardError: a video has no score, and `on_failure = stop`.
         """
-        why: dict[int, str] = {}
+        why = dict.fromkeys(broken, "the video has values that are not finite")
         owners = dict(self.owners)
         parts: dict[str, Tensor] = {}
         notes: list[str] = []
-        for caller, outcome in zip(self.callers, outcomes):
+        for caller, outcome in zip(callers, outcomes):
             who = f"reward {caller.entry.name!r}"
             if outcome.note is not None:
                 notes.append(f"{who}: {outcome.note}")
@@ -384,7 +450,7 @@ class CompositeReward:
             owners |= dict.fromkeys(named, caller.key)
             parts |= named
         composite = torch.zeros(len(prompts))
-        for part, weight in self.weights.items():
+        for part, weight in _weights_of(callers).items():
             if weight != 0:
                 lacking = torch.full_like(composite, torch.nan)
                 composite = composite + weight * parts.get(part, lacking)
@@ -466,18 +532,65 @@ class Judge(CompositeReward):
         super().__init__([caller], policy, metadata)
         self.weights = {}
 
+    def check(
+        self,
+        sampling: SamplingConfig,
+        prompts: Sequence[PromptKey],
+        device: str = "cpu",
+        fps: float = USUAL_FPS,
+    ) -> None:
+        """Check it as `CompositeReward.check`.
 
-def dummy_videos(sampling: SamplingConfig) -> Tensor:
-    """Return noise on a ramp, float32 `[B, F, 3, H, W]` in [0, 1].
+        Raises:
+            UserError: also, if it compares the videos of a group.
+        """
+        super().check(sampling, prompts, device, fps)
+        if self.compares_group:
+            [caller] = self.callers
+            raise UserError(
+                f"{caller.key} = {caller.entry.name!r}: compares the videos of a prompt, so its "
+                "scores do not rise when all videos become better; expected a reward that scores "
+                "each video alone, such as clipscore"
+            )
 
-    The number of frames is the run's; so is the size, unless that is large. B is 2 if the run
-    scores batches, else 1.
+
+def _weights_of(callers: Iterable[RewardCaller]) -> dict[str, float]:
+    """Return the weights of these rewards' parts, by the names of the metrics."""
+    weights: dict[str, float] = {}
+    for caller in callers:
+        for part, weight in caller.entry.weights.items():
+            weights[caller.entry.named(part)] = weight
+    return weights
+
+
+def dummy_batch(
+    sampling: SamplingConfig,
+    prompts: Sequence[PromptKey],
+    device: torch.device | str,
+    *,
+    compares_group: bool,
+) -> tuple[Tensor, list[PromptKey]]:
+    """Return made-up videos, float32 `[B, F, 3, H, W]` in [0, 1], and the keys of their prompts.
+
+    B is 2 if the run scores batches, else 1. A reward that compares the videos of a group gets two
+    of one prompt.
+    """
+    if compares_group:
+        return dummy_videos(sampling, 2).to(device), [prompts[0], prompts[0]]
+    videos = dummy_videos(sampling, min(2, sampling.batch_size)).to(device)
+    return videos, [prompts[i % len(prompts)] for i in range(len(videos))]
+
+
+def dummy_videos(sampling: SamplingConfig, count: int) -> Tensor:
+    """Return noise on a ramp, float32 `[count, F, 3, H, W]` in [0, 1].
+
+    The number of frames is the run's; so is the size, unless that is large.
     """
     frames, height, width = sampling.num_frames, sampling.height, sampling.width
     if frames * height * width > MAX_DUMMY_PIXELS:
         factor = min(height, width) / 64
         height, width = (max(32, round(side / factor / 16) * 16) for side in (height, width))
-    shape = min(2, sampling.batch_size), frames, 3, height, width
+    shape = count, frames, 3, height, width
     noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     return (noise + torch.linspace(0, 1, width)) / 2
 
@@ -491,19 +604,23 @@ def load_rewards(
     objects: Mapping[str, Any] | None = None,
 ) -> tuple[CompositeReward, Judge | None]:
     """Load the reward and, if named, the judge; check each on one or two dummy videos of these
-    prompts.
+    prompts. Collective.
 
     Args:
         fps: frames per second of the run's videos.
         objects: as of `CompositeReward.of`.
 
     Raises:
-        UserError: one is missing or does not fit.
+        UserError: one is missing or does not fit, or ranks have another reward than others.
     """
     device = str(local_device())
     reward = CompositeReward.of(config.reward, device, metadata, objects=objects)
     judge = None
     reward.check(config.sampling, [*prompts, *eval_prompts], device, fps)
+    check_agreement(
+        {"whether the reward compares the videos of a group": reward.compares_group},
+        hint=": it decides what the ranks send each other",
+    )
     _check_no_folders(reward)
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)

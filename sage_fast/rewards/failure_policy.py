@@ -2,7 +2,8 @@
 then drop.
 
 A batch is scored in one call. Videos without scores are scored again one by one, `reward.retries`
-times. A video that still has no score is dropped; no number is made up.
+times; where a reward compares the videos of a group, the whole group is scored again. A video that
+still has no score is dropped; no number is made up.
 """
 
 from __future__ import annotations
@@ -114,13 +115,20 @@ class Outcome:
 
 
 def score_or_drop(
-    backend: Backend, request: Request, needed: set[str] | None, config: RewardConfig
+    backend: Backend,
+    request: Request,
+    needed: set[str] | None,
+    config: RewardConfig,
+    *,
+    as_a_whole: bool = False,
 ) -> Outcome:
     """Score a batch, in several calls if need be.
 
     Args:
         needed: parts that must be finite; None: all.
         config: retries and time limit.
+        as_a_whole: the batch is a group whose videos are compared, so that each call has all of
+            them. A further call that is answered replaces the answer before.
     """
     outcome = Outcome()
     count = len(request)
@@ -129,16 +137,20 @@ def score_or_drop(
         time.monotonic() + BATCH_DEADLINE_FACTOR * config.timeout_seconds if limited else math.inf
     )
 
-    _attempt(outcome, backend, request, list(range(count)), needed, config.timeout_seconds)
+    every = list(range(count))
+    _attempt(outcome, backend, request, every, needed, config.timeout_seconds)
     if outcome.errors:
         outcome.retried = len(outcome.errors)
         first = first_line(next(iter(outcome.errors.values())))
         outcome.note = f"{first}; {outcome.retried} of {count} videos had no scores"
 
     for _ in range(config.retries):
-        for i in list(outcome.errors):
+        batches = [[i] for i in outcome.errors]
+        if as_a_whole and batches:
+            batches = [every]
+        for batch in batches:
             if time.monotonic() < deadline:
-                _attempt(outcome, backend, request, [i], needed, config.timeout_seconds)
+                _attempt(outcome, backend, request, batch, needed, config.timeout_seconds)
 
     for values in outcome.parts.values():
         values[list(outcome.errors)] = torch.nan
@@ -164,7 +176,9 @@ def _attempt(
         if missing := (needed or set()) - parts.keys():
             raise RewardFailure(f"returned {sorted(parts)}, without {sorted(missing)}")
     except RewardFailure as error:
-        outcome.errors.update(dict.fromkeys(chosen, str(error)))
+        # What an earlier call has scored stays so.
+        unscored = [i for i in chosen if i in outcome.errors or not outcome.parts]
+        outcome.errors.update(dict.fromkeys(unscored, str(error)))
         return
 
     for i in chosen:

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 
 from sage_fast.config.secrets import names_for_values
 from sage_fast.rewards.failure_policy import RewardFailure, failure
-from sage_fast.rewards.interface import RESERVED_NAMES, Backend, Request
+from sage_fast.rewards.interface import (
+    RESERVED_NAMES,
+    Backend,
+    Request,
+    compares_group,
+    in_unit_range,
+)
 from sage_fast.rewards.load import score_of
 from sage_fast.util.console import wrapped
 from sage_fast.util.guard import NotPutBack, guarded, seed_random_numbers
@@ -74,6 +80,7 @@ class InProcess(Backend):
         self.name = name
         self.reward = reward
         self.device = device
+        self.compares_group = compares_group(reward)
         self._writes_into_videos = False
         self._parked = Parked([], torch.device("cpu"))
 
@@ -87,7 +94,7 @@ class InProcess(Backend):
             # Both are restored if the reward changes them.
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 # A copy: other rewards, the judge and the saved files get what was decoded.
-                own = videos.to(self.device or videos.device, copy=True)
+                own = in_unit_range(videos.to(self.device or videos.device, copy=True))
                 with self._parked.on_device():
                     parts = call(self.name, self.reward, dataclasses.replace(request, videos=own))
                 self._note_writes(own, videos)
@@ -110,7 +117,7 @@ class InProcess(Backend):
         if self._writes_into_videos:
             return
         freed = own.untyped_storage().nbytes() < own.nbytes  # a reward may even free them
-        if not freed and torch.equal(own, videos.to(own.device)):
+        if not freed and torch.equal(own, in_unit_range(videos.to(own.device))):
             return
         if not videos.isnan().any():  # NaN equals nothing, itself neither
             self._writes_into_videos = True

@@ -37,8 +37,23 @@ class Reward(Protocol):
 
         A reward with a parameter `metadata` also gets a list of B `Metadata`, and one with a
         parameter `fps` the frames per second of the videos; None if they are not known.
+
+        One with an attribute `compares_group = True` gets all videos of one prompt in each call,
+        at least two, so that all prompts are equal.
         """
         ...
+
+
+def compares_group(reward: object) -> bool:
+    """Whether a reward compares the videos of a group: it, its instance or its function has an
+    attribute `compares_group` that is True."""
+    owners = [reward, getattr(reward, "__self__", None), getattr(reward, "func", None)]
+    return any(getattr(owner, "compares_group", False) is True for owner in owners)
+
+
+def in_unit_range(videos: Tensor) -> Tensor:
+    """Return videos as float in [0, 1]; uint8 ones are divided by 255."""
+    return videos.float() / 255 if videos.dtype == torch.uint8 else videos
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +61,7 @@ class Request:
     """The input of one call of a reward.
 
     Attributes:
-        videos: float `[B, F, 3, H, W]` in [0, 1].
+        videos: `[B, F, 3, H, W]`, float in [0, 1], or uint8 as those of a group are kept.
         prompts: texts of the B prompts.
         metadata: one mapping per prompt.
         fps: frames per second of the videos; None: not known.
@@ -81,9 +96,23 @@ class Backend(Protocol):
     Attributes:
         in_background: whether the reward runs outside this process, during the rollout, and takes
             CPU videos.
+        compares_group: whether it compares the videos of a group, as far as is known without
+            asking.
     """
 
     in_background: bool
+    compares_group: bool = False
+
+    def ask(self, seconds: float) -> bool:
+        """Return whether the reward compares the videos of a group.
+
+        Args:
+            seconds: as of `score`.
+
+        Raises:
+            RewardFailure: there is no answer.
+        """
+        return self.compares_group
 
     def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
         """Score videos; return each part, float32 or float64 `[B]` on the CPU.
@@ -129,6 +158,18 @@ class Scores:
     @property
     def dropped(self) -> int:
         return int((~self.rewards.isfinite()).sum())
+
+    def combined(self, other: Scores) -> Scores:
+        """Add what other rewards gave the same videos; a video that either failed has no score."""
+        rewards = self.rewards + other.rewards
+        failed = ~rewards.isfinite()
+        parts = self.parts | other.parts
+        return Scores(
+            rewards=torch.where(failed, torch.nan, rewards),
+            parts={part: torch.where(failed, torch.nan, parts[part]) for part in sorted(parts)},
+            retried=self.retried + other.retried,
+            notes=self.notes + other.notes,
+        )
 
     def in_order(self, order: Tensor | list[int]) -> Scores:
         return dataclasses.replace(
@@ -184,20 +225,35 @@ class Scorer(Protocol):
 
     Attributes:
         weights: part -> its weight in the composite.
+        pointwise_weights: those of the parts whose rewards score each video alone.
+        compares_group: whether some of its rewards compare the videos of a group, in `compare`.
     """
 
     weights: Mapping[str, float]
 
+    @property
+    def pointwise_weights(self) -> Mapping[str, float]: ...
+
+    @property
+    def compares_group(self) -> bool: ...
+
     def submit(
         self, videos: Tensor, prompts: Sequence[PromptKey], fps: float | None = None, seed: int = 0
     ) -> Pending:
-        """Start to score `videos [B, F, 3, H, W]`.
+        """Start to score `videos [B, F, 3, H, W]` by the rewards that score each video alone.
 
         Args:
             prompts: keys of their prompts.
             fps: frames per second of the videos; None: not known.
             seed: of the random numbers that a reward draws.
         """
+        ...
+
+    def compare(
+        self, videos: Tensor, prompt: PromptKey, fps: float | None = None, seed: int = 0
+    ) -> Pending:
+        """Start to score a group, uint8 `[G, F, 3, H, W]` on the CPU, by the rewards that compare
+        its videos; other arguments as of `submit`. `Scores.combined` adds the scores of both."""
         ...
 
     def check_share(self, scores: Scores) -> None:

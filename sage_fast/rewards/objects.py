@@ -17,10 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from sage_fast.config.schema import OBJECT, Config, RewardConfig, RewardEntry
-from sage_fast.rewards.composite import dummy_videos
+from sage_fast.rewards.composite import dummy_batch
 from sage_fast.rewards.failure_policy import RewardFailure
 from sage_fast.rewards.in_process import InProcess, own_name
 from sage_fast.rewards.interface import USUAL_FPS, Metadata, Request
@@ -189,15 +187,16 @@ def _parts_of(
     Raises:
         UserError: it fails on them.
     """
-    videos: Tensor = dummy_videos(config.sampling).to(device)
-    keys = [prompts[i % len(prompts)] for i in range(len(videos))]
+    backend = InProcess(entry.name, reward, entry.device)
+    videos, keys = dummy_batch(
+        config.sampling, prompts, device, compares_group=backend.compares_group
+    )
     request = Request(
         videos=videos,
         prompts=[key.text for key in keys],
         metadata=[metadata.get(key, {}) for key in keys],
         fps=USUAL_FPS,
     )
-    backend = InProcess(entry.name, reward, entry.device)
     try:
         return list(backend.score(request))
     except RewardFailure as error:

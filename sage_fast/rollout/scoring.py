@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sage_fast.models.decoder import Decoder
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
+from sage_fast.rollout.groups import HeldVideo
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import RewardError
 from sage_fast.util.meters import Stopwatch
@@ -29,15 +30,16 @@ def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
 
     Collective.
     """
-    # the ranks of a sequence group have the same scores: the first of each is enough
-    ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]
-    joined = join_scores([scores for _, scores in ranks])
-
+    chunks: list[Scores] = []
     row_of: dict[int, int] = {}
-    for numbers_of_rank, _ in ranks:
+    for numbers_of_rank, of_rank in all_gather_object((list(numbers), scores)):
+        # the ranks of a sequence group have the same scores: the first of each is enough
+        if not row_of.keys().isdisjoint(numbers_of_rank):
+            continue
+        chunks.append(of_rank)
         for number in numbers_of_rank:
             row_of[number] = len(row_of)
-    return joined.in_order([row_of[number] for number in sorted(row_of)])
+    return join_scores(chunks).in_order([row_of[number] for number in sorted(row_of)])
 
 
 MOST_NOTES = 8
@@ -56,14 +58,24 @@ def log_failures(scores: Scores) -> None:
         )
 
 
-def gather_checked(reward: Scorer, numbers: Sequence[int], scores: Scores) -> Scores:
+def gather_checked(
+    reward: Scorer,
+    numbers: Sequence[int],
+    scores: Scores,
+    compared: tuple[Sequence[int], Scores] | None = None,
+) -> Scores:
     """Return the scores of all ranks, as `gather_scores` does, and report those that failed.
     Collective.
+
+    Args:
+        compared: numbers and scores of the samples that this rank compared, if a reward compares.
 
     Raises:
         RewardError: on all ranks, if more than a share `reward.max_dropped` of the samples failed.
     """
     scores = gather_scores(numbers, scores)
+    if compared is not None:
+        scores = scores.combined(gather_scores(*compared))
     log_failures(scores)
     reward.check_share(scores)
     return scores
@@ -95,6 +107,8 @@ class VideoScorer:
     Attributes:
         videos: row -> video, uint8 `[F, 3, H, W]` on the CPU, of those that are wanted; after
             `finish`.
+        held: row -> video of all that this rank has decoded, if a reward compares the videos of a
+            group.
     """
 
     def __init__(
@@ -114,6 +128,7 @@ class VideoScorer:
         self.collective = collective
         self.wanted = frozenset(wanted)
         self.videos: dict[int, Tensor] = {}
+        self.held: dict[int, HeldVideo] = {}
         # The rank that decodes a chunk keeps what any rank of its sequence group wants.
         self._kept_here = self.wanted.union(*gather_objects_of_sequence(self.wanted))
         self._submitted = 0
@@ -127,7 +142,7 @@ class VideoScorer:
 
         Args:
             seed: of the random numbers that a reward draws.
-            rows: row of each sample among those of this rank, for `wanted`.
+            rows: row of each sample among those of this rank, for `videos` and `held`.
 
         Raises:
             RewardError: the reward failed, with `on_failure = stop` and without `collective`.
@@ -138,8 +153,7 @@ class VideoScorer:
         with self.watch("decode"):
             videos = self.decoder(latents)
             for row, video in zip(rows, videos):
-                if row in self._kept_here:
-                    self.videos[row] = as_bytes(video)
+                self._keep(row, video)
         with self.watch("reward"):
             try:
                 self._scores.append(self.reward.submit(videos, list(prompts), self.fps, seed))
@@ -171,6 +185,17 @@ class VideoScorer:
 
         in_turn = itertools.zip_longest(*(scores for scores, _, _ in ranks))
         return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
+
+    def _keep(self, row: int, video: Tensor) -> None:
+        """Keep a video for as long as it is needed as a picture or for a comparison."""
+        is_wanted, is_compared = row in self._kept_here, self.reward.compares_group
+        if not (is_wanted or is_compared):
+            return
+        frames = as_bytes(video)
+        if is_wanted:
+            self.videos[row] = frames
+        if is_compared:
+            self.held[row] = HeldVideo(frames, self.fps)
 
     def _collect(self, *, wait: bool) -> None:
         """Collect the scores that are ready; with `wait`, wait for all."""
