@@ -46,6 +46,7 @@ from sage_fast.parallel.fit import (
     choose_placement,
 )
 from sage_fast.rewards import CompositeReward, load_rewards
+from sage_fast.rewards.comparing import check_comparing, notes_on_comparing
 from sage_fast.rewards.interface import Scorer
 from sage_fast.rewards.objects import name_rewards
 from sage_fast.rollout.graphs import StepGraphs
@@ -213,9 +214,12 @@ def load_setup(
 
     reward: Scorer = CompositeReward([], config.reward)
     judge: Scorer | None = None
+    comparing: list[str] = []
     if rewards:
         metadata = metadata_of(all_prompts)
         reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps, reward_objects)
+        comparing = reward.comparing
+        check_comparing(config, comparing)
 
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     device = local_device()
@@ -227,6 +231,7 @@ def load_setup(
             scorer.park(device)
     model, left = _load_model(resolved, spec, attention, placement)
     model.notes += _notes(config, model, train_prompts, eval_prompts, are_given=prompts is not None)
+    model.notes += notes_on_comparing(config, comparing)
 
     contents: dict[str, str] = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read

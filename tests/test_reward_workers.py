@@ -83,6 +83,7 @@ class Fake:
     """A backend that does what the test says."""
 
     in_background = True
+    compares_group = False
 
     def __init__(self, score: Callable[[torch.Tensor, list[str]], dict[str, torch.Tensor]]) -> None:
         self._score = score

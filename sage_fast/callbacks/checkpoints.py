@@ -33,8 +33,9 @@ class Checkpoints(Callback):
         self._found_best = False
 
     def on_evaluation_end(self, run: Run, name: str, scores: Mapping[str, Any]) -> None:
-        if run.config.train.keep_best and name not in ("before", "after"):
-            is_best = run.is_main and _is_best(run, scores)
+        weights = _weights_of_best(run)
+        if weights is not None and name not in ("before", "after"):
+            is_best = run.is_main and _is_best(run, scores, weights)
             self._found_best = broadcast_object(is_best, 0)
 
     def on_iteration_end(self, run: Run, row: dict[str, Any]) -> None:
@@ -46,13 +47,25 @@ class Checkpoints(Callback):
         if not run.is_main:
             return
         config = run.config
-        weights = config.reward.part_weights if config.train.keep_best else None
-        prune_checkpoints(run.folder, config.train.keep_checkpoints, weights, config.eval.interval)
+        prune_checkpoints(
+            run.folder, config.train.keep_checkpoints, _weights_of_best(run), config.eval.interval
+        )
 
 
-def _is_best(run: Run, scores: Mapping[str, Any]) -> bool:
+def _weights_of_best(run: Run) -> Mapping[str, float] | None:
+    """Return the weights of the parts by which the best policy is found; None if none is kept.
+
+    Parts of a reward that compares the videos of a prompt do not count: they do not rise when all
+    videos become better.
+    """
+    weights = run.setup.reward.pointwise_weights
+    if not run.config.train.keep_best or not any(weights.values()):
+        return None
+    return weights
+
+
+def _is_best(run: Run, scores: Mapping[str, Any], weights: Mapping[str, float]) -> bool:
     """Whether an evaluation is better than that of every checkpoint; on rank 0 only."""
-    weights = run.config.reward.part_weights
     saved = heldout_rewards(
         run.folder, RunFolder(run.folder).checkpoints(), weights, run.config.eval.interval
     )

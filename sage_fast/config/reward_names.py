@@ -15,10 +15,11 @@ SHIPPED = {
     "pickscore": "sage_fast.rewards.shipped.clip:PickScoreReward",
     "ocr": "sage_fast.rewards.shipped.ocr:OCRReward",
     "vlm": "sage_fast.rewards.shipped.vlm:VLMReward",
+    "vlm-pairs": "sage_fast.rewards.shipped.vlm_pairs:VLMPairsReward",
 }
 """Short names of the rewards that come with the package."""
 
-CLIENTS = {"vlm"}
+CLIENTS = {"vlm", "vlm-pairs"}
 """Those of them that only call a server. `url` is its address, which may change."""
 
 GROUP = "sage_fast.rewards"

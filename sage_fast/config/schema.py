@@ -567,7 +567,8 @@ class TrainConfig(Section):
     """Number of latest checkpoints to keep. A damaged one is skipped for the one before."""
     keep_best: bool = True
     """Also save a checkpoint whenever an evaluation finds a higher held-out reward than the saved
-    ones have, and keep the best."""
+    ones have, and keep the best. Parts of a reward that compares the videos of a prompt do not
+    count."""
     grace_seconds: float = within(25.0, above=0)
     """Time from SIGTERM or Ctrl-C to the end of the process. An iteration that does not end within
     half of it is abandoned, and redone after --resume. Slurm, Kubernetes and torchrun kill after 30
@@ -608,7 +609,7 @@ class EvalConfig(Section):
     num_prompts: int = within(16, least=1)
     """Number of held-out prompts to use, from the start of the file."""
     seeds_per_prompt: int = within(1, least=1)
-    """Videos per prompt."""
+    """Videos per prompt. At least 2 with a reward that compares them."""
     num_videos: int = within(6, least=1)
     """Videos shown in the report: largest gains, medians and largest losses."""
     judge: str | None = names("reward", None)

@@ -25,6 +25,7 @@ from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.models.find import find_spec
 from sage_fast.rewards import Judge, load_rewards
+from sage_fast.rewards.comparing import check_comparing
 from sage_fast.rewards.interface import Scorer
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
@@ -129,7 +130,10 @@ class _Evaluator:
             scorer = Judge(name, config.reward, device, "--scorer", metadata)
             scorer.check(config.sampling, known, device)
             further[f"{label}/"] = scorer
-        self.rewards = rewards_of(*load_rewards(config, known, known, metadata)) | further
+        reward, judge = load_rewards(config, known, known, metadata)
+        if paths:
+            check_comparing(config, reward.comparing)
+        self.rewards = rewards_of(reward, judge) | further
 
     def _check_prompts(self, found: VideoSet) -> None:
         missing = sorted(self.prompts - {*found.prompts})

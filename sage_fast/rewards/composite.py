@@ -237,8 +237,13 @@ class CompositeReward:
         return [caller.entry.name for caller in self.callers]
 
     @property
+    def comparing(self) -> list[str]:
+        """Settings that name a reward which compares the videos of a group."""
+        return [caller.key for caller in self.callers if caller.compares_group]
+
+    @property
     def compares_group(self) -> bool:
-        return any(caller.compares_group for caller in self.callers)
+        return bool(self.comparing)
 
     @property
     def pointwise_weights(self) -> dict[str, float]:

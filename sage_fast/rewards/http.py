@@ -59,8 +59,14 @@ _JITTER = random.Random()
 DTYPES = {torch.float16: 1.0, torch.float32: 1.0, torch.uint8: 255.0}
 """Dtypes in which videos may travel -> their largest value.
 
-The client sends float16, finer than a video file.
+The client sends float16, finer than a video file, and those of a group that is compared as uint8.
 """
+NOT_IMPLEMENTED = 501
+"""Status of a server that does not know a method; no later attempt would change it."""
+
+
+class Refused(RewardFailure):
+    """The server answered with an error that the same request would get again."""
 
 
 class NoAnswer(RewardFailure):
@@ -96,15 +102,21 @@ class Client(Backend):
         self._tls = ssl.create_default_context()  # the system's certificates
 
     async def post(self, body: bytes, seconds: float, key: str) -> Any:
+        """Send `body`; otherwise as `request`."""
+        return await self.request("POST", body, seconds, key)
+
+    async def request(self, method: str, body: bytes, seconds: float, key: str) -> Any:
         """Send a request, again while it has no answer; return the JSON of an answer with status
         200.
 
         Args:
+            method: GET or POST.
             seconds: time limit of all attempts together; 0: none.
             key: bearer token; "" for none.
 
         Raises:
-            RewardFailure: no answer in time, or the server answered with an error; its own words.
+            Refused: the server answered with an error; its own words.
+            RewardFailure: no answer in time.
         """
         begun = time.monotonic()
         wait = FIRST_WAIT
@@ -113,7 +125,7 @@ class Client(Backend):
             async with _limited(seconds):
                 while True:
                     try:
-                        return await self._attempt(body, key)
+                        return await self._attempt(method, body, key)
                     except NoAnswer as error:
                         last = str(error)
                     if not self._answered and time.monotonic() > begun + SECONDS_TO_FIND:
@@ -126,7 +138,7 @@ class Client(Backend):
             f"{self.url}: no scores within {time.monotonic() - begun:.0f} s; last: {last}"
         )
 
-    async def _attempt(self, body: bytes, key: str) -> Any:
+    async def _attempt(self, method: str, body: bytes, key: str) -> Any:
         headers = [(b"Content-Type", b"application/json"), (b"Accept-Encoding", b"identity")]
         if key:
             headers.append((b"Authorization", f"Bearer {key}".encode()))
@@ -134,7 +146,7 @@ class Client(Backend):
         try:
             async with (
                 httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,
-                client.stream("POST", self.address, content=body, headers=headers) as response,
+                client.stream(method, self.address, content=body, headers=headers) as response,
             ):
                 async for piece in response.aiter_raw():
                     text += piece
@@ -153,10 +165,11 @@ class Client(Backend):
                 f"an answer that is no JSON: {shown(text.decode(errors='backslashreplace'))}"
             ) from error
         why = f"status {response.status_code}: {_error_of(text)}"
-        if response.status_code >= 500 or response.status_code in (408, 429):
+        is_busy = response.status_code >= 500 or response.status_code in (408, 429)
+        if is_busy and response.status_code != NOT_IMPLEMENTED:
             raise NoAnswer(why)
         self._answered = True
-        raise RewardFailure(f"{self.url}: {why}")
+        raise Refused(f"{self.url}: {why}")
 
 
 @contextlib.asynccontextmanager
@@ -190,6 +203,15 @@ class HttpReward(Client):
 
     def __init__(self, url: str) -> None:
         super().__init__(url, "/score")
+
+    def ask(self, seconds: float) -> bool:
+        """Ask the server; one that does not know the question scores each video alone."""
+        try:
+            answer = asyncio.run(self.request("GET", b"", seconds, token()))
+        except Refused:
+            answer = None
+        self.compares_group = isinstance(answer, dict) and answer.get("compares_group") is True
+        return self.compares_group
 
     def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
         """Send one request; return each part, float64 `[B]`, NaN for null."""
@@ -227,8 +249,10 @@ def format_request(request: Request, name: str) -> bytes:
     if request.fps is not None:
         content["fps"] = request.fps
     head = json.dumps(content)
-    videos = request.videos.detach().cpu().half().contiguous()
-    encoded = base64.b64encode(save({"videos": videos}))
+    videos = request.videos.detach().cpu()
+    if videos.dtype != torch.uint8:
+        videos = videos.half()
+    encoded = base64.b64encode(save({"videos": videos.contiguous()}))
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 

@@ -53,7 +53,9 @@ def compares_group(reward: object) -> bool:
 
 def in_unit_range(videos: Tensor) -> Tensor:
     """Return videos as float in [0, 1]; uint8 ones are divided by 255."""
-    return videos.float() / 255 if videos.dtype == torch.uint8 else videos
+    if videos.dtype != torch.uint8:
+        return videos
+    return videos.float().div_(255)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

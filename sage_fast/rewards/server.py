@@ -59,7 +59,7 @@ SECONDS_TO_END = 5
 
 
 class RewardServer(uvicorn.Server):
-    """HTTP server that scores videos posted to /score.
+    """HTTP server that scores videos posted to /score, and says there whether it compares them.
 
     It scores one request at a time, or as many as the rewards have workers, and reads a few more
     meanwhile. More would only keep videos in memory. With a token in the environment it serves
@@ -93,7 +93,11 @@ class RewardServer(uvicorn.Server):
         self.socket = socket.create_server((host, port))
         handlers: Any = dict.fromkeys((HTTPException, ClientDisconnect), _refuse)
         app = Starlette(
-            routes=[Route("/score", self._score, methods=["POST"])], exception_handlers=handlers
+            routes=[
+                Route("/score", self._describe, methods=["GET"]),
+                Route("/score", self._score, methods=["POST"]),
+            ],
+            exception_handlers=handlers,
         )
         super().__init__(
             uvicorn.Config(
@@ -118,8 +122,13 @@ class RewardServer(uvicorn.Server):
         """Serve until a signal, or until another thread sets `should_exit`."""
         self.run([self.socket])
 
+    async def _describe(self, request: Request) -> Response:
+        self._check_sender(request)
+        return _json(200, {"schema": SCHEMA, "compares_group": self.reward.compares_group})
+
     async def _score(self, request: Request) -> Response:
-        self._check(request)
+        self._check_sender(request)
+        self._check_content(request)
         async with self.places:
             body = await _read(request)
             async with self.turns:
@@ -137,10 +146,10 @@ class RewardServer(uvicorn.Server):
                 ):  # the client asks again, perhaps the next server at this address
                     return _json(503, _refused(_host(request), "the server ends"))
 
-    def _check(self, request: Request) -> None:
-        """Check the head of a request."""
+    def _check_sender(self, request: Request) -> None:
+        """Check that a request has the token or, where there is none, names this machine."""
         headers = request.headers
-        host, length = headers.get("Host", ""), headers.get("Content-Length")
+        host = headers.get("Host", "")
         if self.token:
             given = headers.get("Authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
@@ -151,6 +160,11 @@ class RewardServer(uvicorn.Server):
             raise HTTPException(
                 421, f"Host {host[:80]!r}: expected one of {', '.join(LOOPBACK)}; or set {TOKEN}"
             )
+
+    def _check_content(self, request: Request) -> None:
+        """Check what a request says of its body."""
+        headers = request.headers
+        length = headers.get("Content-Length")
         # A web page cannot send this type cross-origin.
         if headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "expected Content-Type: application/json")
@@ -165,6 +179,12 @@ class RewardServer(uvicorn.Server):
             name, scored = read_request(body)
         except ValueError as error:
             return 400, _refused(client, str(error))
+        if self.reward.compares_group and (len(scored) < 2 or len({*scored.prompts}) > 1):
+            return 400, _refused(
+                client,
+                f"{counted(len(scored), 'video')} of {counted(len({*scored.prompts}), 'prompt')}: "
+                "expected at least 2 of one prompt, since a reward of this server compares them",
+            )
         start = time.monotonic()
         try:
             parts = self.reward.raw(scored, self.device)

@@ -24,7 +24,7 @@ from torch import Tensor
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.failure_policy import RewardFailure, failure
 from sage_fast.rewards.in_process import call
-from sage_fast.rewards.interface import Backend, Request
+from sage_fast.rewards.interface import Backend, Request, compares_group, in_unit_range
 from sage_fast.rewards.load import load_reward
 from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.guard import belongs_to_plugin
@@ -57,26 +57,58 @@ class Worker(Backend):
         self._idle = False
         self._start()
 
+    def ask(self, seconds: float) -> bool:
+        self._become_ready(seconds)
+        return self.compares_group
+
     def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
+        self._become_ready(seconds)
+        # Not in shared memory, which containers limit to 64 MB.
+        videos = request.videos
+        if videos.dtype != torch.uint8:
+            videos = videos.float()
+        parts = self._answer(
+            seconds,
+            f"no answer for {counted(len(request), 'video')}",
+            (videos.numpy(), request.prompts, request.metadata, request.fps, request.seed),
+        )
+        return {part: torch.from_numpy(values) for part, values in parts.items()}
+
+    def _become_ready(self, seconds: float) -> None:
+        """Start the worker unless it runs, and wait until it has made its reward.
+
+        Raises:
+            RewardFailure: it could not.
+        """
         if self._closed:
             raise RewardFailure("its process was ended with the run")
         if not self._process.is_alive():
             self._start()
-        ready, self._idle = self._idle, False
+        if self._idle:
+            return
         try:
-            if not ready:
-                with self._ended_after(seconds, "it was not ready") as late:
-                    _, error = self._receive(late)
-                if error:
-                    raise RewardFailure(error)
-            missed = f"no answer for {counted(len(request), 'video')}"
+            self.compares_group = self._answer(seconds, "it was not ready")
+        except RewardFailure:
+            self._idle = False
+            self._end()
+            raise
+
+    def _answer(self, seconds: float, missed: str, message: object = None) -> Any:
+        """Send a message, if there is one, and return the worker's next answer.
+
+        Args:
+            seconds: time limit.
+            missed: what did not happen, if it takes longer.
+
+        Raises:
+            RewardFailure: the reward failed, or there is no answer, and the worker was ended.
+        """
+        self._idle = False
+        try:
             with self._ended_after(seconds, missed) as late:
-                # Not in shared memory, which containers limit to 64 MB.
-                videos = request.videos.float().numpy()
-                self._channel.send(
-                    (videos, request.prompts, request.metadata, request.fps, request.seed)
-                )
-                parts, error = self._receive(late)
+                if message is not None:
+                    self._channel.send(message)
+                answer, error = self._receive(late)
             self._idle = True
         except (EOFError, OSError) as broken:
             if late.over:
@@ -89,7 +121,7 @@ class Worker(Backend):
                 self._end()
         if error:
             raise RewardFailure(error)
-        return {part: torch.from_numpy(values) for part, values in parts.items()}
+        return answer
 
     def close(self) -> None:
         """End the worker for good; an idle one has time to clean up."""
@@ -121,8 +153,8 @@ class Worker(Backend):
             deadline.done.set()
             watch.join()
 
-    def _receive(self, late: _Deadline) -> tuple[dict[str, Any], str]:
-        """Wait for the worker's next answer: parts and error."""
+    def _receive(self, late: _Deadline) -> tuple[Any, str]:
+        """Wait for the worker's next message: its answer, and an error or ""."""
         while not self._channel.poll(0.2):
             # A process that the worker forked may still hold the other end open, so ask for the
             # worker as well.
@@ -185,7 +217,8 @@ class _Deadline:
 
 
 def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None:
-    """Create the reward, then answer one message after another until the parent is gone."""
+    """Create the reward and say whether it compares the videos of a group, then answer one message
+    after another with scores, until the parent is gone."""
     escape_on_screen()  # a reward may print any letter
     os.setsid()  # Ctrl-C in the terminal stops the run, which still needs its iteration's scores
     for number in SIGNALS:  # the parent decides when to stop
@@ -195,29 +228,30 @@ def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None
     limit_threads()
     reward = message = None
     while True:
-        parts: dict[str, Any] = {}
+        answer: Any = None
         error = ""
         try:
             if message is None:
                 if device.startswith("cuda"):
                     torch.cuda.set_device(device)
                 reward = load_reward(entry, key, device)
+                answer = compares_group(reward)
             else:
                 videos, prompts, metadata, fps, seed = message
                 request = Request(
-                    videos=torch.from_numpy(videos).to(device),
+                    videos=in_unit_range(torch.from_numpy(videos).to(device)),
                     prompts=prompts,
                     metadata=metadata,
                     fps=fps,
                     seed=seed,
                 )
                 scores = call(entry.name, reward, request)
-                parts = {part: values.numpy() for part, values in scores.items()}
+                answer = {part: values.numpy() for part, values in scores.items()}
         except (
             BaseException
         ) as failed:  # SystemExit too: the worker reports it and waits for the next message
             error = str(failed) if isinstance(failed, UserError) else failure(failed)
-        channel.send((parts, error))
+        channel.send((answer, error))
         try:
             message = channel.recv()
         except EOFError:

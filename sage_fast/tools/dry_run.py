@@ -21,6 +21,7 @@ from sage_fast.data.prompt_checks import (
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.find import family_note, find_spec
 from sage_fast.models.headers import check_weights
+from sage_fast.rewards.comparing import check_comparing, comparing_keys, notes_on_comparing
 from sage_fast.rewards.load import check_prompts, dry_run_reward
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.train import check_here
@@ -119,6 +120,9 @@ def _format_data(
         notes += dry_run_reward(entry, key)
         scored = heldout if key == "eval.judge" else [*train, *heldout]
         check_prompts(entry, key, {prompt.key: prompt.metadata for prompt in scored})
+    comparing = comparing_keys(config.reward)
+    check_comparing(config, comparing)
+    notes += [f"note: {note}" for note in notes_on_comparing(config, comparing)]
     notes += [f"note: {note}" for note in notes_on_prompts(train, heldout)]
     idle = idle_negatives(config, [*train, *heldout])
     if idle:

@@ -1,5 +1,4 @@
-"""A vision-language model as a judge, behind any server of OpenAI's chat completions: vLLM, SGLang,
-a hosted one.
+"""A vision-language model as a judge, which scores each video alone.
 
 Each video is one request: its frames as JPEG images, then a prompt that asks for lines such as
 "Alignment Score (1-5): X". The lines of this form in the prompt are the parts of the reward. An
@@ -10,33 +9,34 @@ becomes a score.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import json
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from sage_fast.rewards.failure_policy import RewardFailure, SomeFailed
-from sage_fast.rewards.http import Client, shown
 from sage_fast.rewards.interface import Request
-from sage_fast.rewards.shipped.frame_reward import levels
-from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import read_text
+from sage_fast.rewards.shipped.chat import (
+    ChatClient,
+    check_template,
+    filled,
+    part_of,
+    read_template,
+    text_of,
+    value_of_line,
+)
 
 TEMPLATES = ("general", "unified-reward")
 """Prompts that come with the package: for any instruction model, and the published one of
 UnifiedReward 2.0."""
 _LINE = re.compile(r"^(\w[\w ]*) Score \((\d+)-(\d+)\): \w+ *$", re.MULTILINE)
+_NUMBER = r"\d+(\.\d+)?"
 
 
-class VLMReward(Client):
+class VLMReward(ChatClient):
     """Scores the parts that a prompt asks for, such as `alignment`, `physics` and `style`.
 
     Args:
@@ -63,22 +63,10 @@ class VLMReward(Client):
         api_key: str = "",
         extra_body: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(url, "/chat/completions")
-        if num_frames < 1:
-            raise UserError(f"num_frames = {num_frames}: expected at least 1")
-        self.template = _read_template(template)
-        self.parts = [_part(name) for name, _, _ in _LINE.findall(self.template)]
-        if (
-            not self.parts
-            or len({*self.parts}) < len(self.parts)
-            or "{prompt}" not in self.template
-        ):
-            wanted = "expected {prompt} and one 'Name Score (1-5): X' per part"
-            raise UserError(f"template = {template!r}: {wanted}, got {self.parts}")
-        self.num_frames, self.api_key = num_frames, api_key
-        self.fields = {"model": model, "temperature": 0, "max_tokens": 4096} | dict(
-            extra_body or {}
-        )
+        super().__init__(url, model, num_frames, api_key, extra_body)
+        self.template = read_template(template, TEMPLATES, "vlm")
+        self.parts = [part_of(name) for name, _, _ in _LINE.findall(self.template)]
+        check_template(template, self.template, self.parts, "Name Score (1-5): X")
 
     def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
         """Send one request per video, all at once; return each part, float32 `[B]`.
@@ -108,36 +96,11 @@ class VLMReward(Client):
         self, video: Tensor, prompt: str, seconds: float, fps: float | None
     ) -> dict[str, float] | str:
         """Return the scores of one video, or why it has none."""
-        if not video.isfinite().all():
-            return "the video has values that are not finite"
-        text = self.template
-        if "{seconds}" in text:
-            if fps is None:
-                return (
-                    "the template asks for {seconds}, and the frame rate of the videos is not known"
-                )
-            text = text.replace("{seconds}", f"{len(video) / fps:.3g}")
-        count = min(self.num_frames, len(video))
-        images = [_data_url(video[i * len(video) // count]) for i in range(count)]
-        content: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": image}} for image in images
-        ]
-        content.append({"type": "text", "text": text.replace("{prompt}", prompt)})
-        body = self.fields | {"messages": [{"role": "user", "content": content}]}
         try:
-            got = await self.post(json.dumps(body).encode(), seconds, self.api_key)
-            choice = got["choices"][0]
-            answer, ended = str(choice["message"]["content"]), choice["finish_reason"]
-            self._answered = True
-            if ended == "length":
-                raise RewardFailure(
-                    f"{self.url}: the answer was cut off at max_tokens: {shown(answer)}"
-                )
-            return self.parse(answer)
+            text = filled(self.template, prompt, len(video), fps)
+            return self.parse(await self.complete([*self.images(video), text_of(text)], seconds))
         except RewardFailure as error:
             return str(error)
-        except (TypeError, KeyError, IndexError):
-            return f"{self.url}: an answer that is no chat completion: {shown(got)}"
 
     def parse(self, answer: str) -> dict[str, float]:
         """Read the scores from the lines of an answer, which may be bold.
@@ -145,39 +108,11 @@ class VLMReward(Client):
         Raises:
             RewardFailure: a line is missing, is there twice, or its number is out of range.
         """
-        lines = [line.replace("*", "").strip() for line in answer.splitlines()]
         scores = {}
         for name, low, high in _LINE.findall(self.template):
             start = f"{name} Score ({low}-{high}):"
-            found = [line.removeprefix(start).strip() for line in lines if line.startswith(start)]
-            if len(found) != 1 or not re.fullmatch(r"\d+(\.\d+)?", found[0], re.ASCII):
-                raise RewardFailure(f"expected one line '{start} X' in the answer {shown(answer)}")
-            if not int(low) <= float(found[0]) <= int(high):
-                raise RewardFailure(f"'{start} {found[0]}': expected {low} to {high}")
-            scores[_part(name)] = float(found[0])
+            value = value_of_line(answer, start, _NUMBER)
+            if not int(low) <= float(value) <= int(high):
+                raise RewardFailure(f"'{start} {value}': expected {low} to {high}")
+            scores[part_of(name)] = float(value)
         return scores
-
-
-def _read_template(template: str) -> str:
-    path = (
-        Path(__file__).with_name(f"vlm_{template}.txt") if template in TEMPLATES else Path(template)
-    )
-    try:
-        return read_text(path)
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"template = {template!r}: {nearest(template, TEMPLATES)}; or a text file"
-        ) from error
-
-
-def _part(name: str) -> str:
-    return name.lower().replace(" ", "_")
-
-
-def _data_url(frame: Tensor) -> str:
-    """Return a frame `[3, H, W]` in [0, 1] as a JPEG data URL."""
-    file = io.BytesIO()
-    Image.fromarray(levels(frame).to(torch.uint8).permute(1, 2, 0).numpy()).save(
-        file, "JPEG", quality=95
-    )
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
