@@ -1,6 +1,7 @@
 """The meter of `sage-fast profile --signal`: its estimates against closed forms, and that it
 changes nothing."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -14,10 +15,23 @@ from torch import Tensor
 
 from sage_fast.algorithm.advantages import group_advantages
 from sage_fast.cli import main
-from sage_fast.tools.signal_meter import ROWS, collect, estimate, format_signal, products
+from sage_fast.parallel.muon import MOMENTUM
+from sage_fast.parallel.optimizers import BETAS, make_optimizers
+from sage_fast.tools.signal_meter import (
+    ADAMW,
+    GRADIENT,
+    MUON,
+    ROWS,
+    TrainedWeight,
+    collect,
+    estimate,
+    format_signal,
+    gram_matrices,
+    trained_weights,
+)
 from tests.ranks import command_on_ranks
 from tests.test_cli import PAPER, SMALL
-from tests.tiny import settings, tiny_trainer
+from tests.tiny import CPU, settings, tiny_trainer
 
 COUNT, SIZE = 24, 12
 
@@ -64,11 +78,19 @@ def policy_gradients() -> tuple[list[list[Tensor]], dict[str, float]]:
     }
 
 
+def gram_of(gradients: list[list[Tensor]]) -> Tensor:
+    """Products of the gradients of a vector."""
+    vector = TrainedWeight(name="w", shape=gradients[0][0].shape, by_muon=False)
+    grams = gram_matrices(gradients, [vector], [1e-8] * len(gradients), CPU)
+    assert grams.keys() == {GRADIENT, ADAMW}  # Muon has no matrix
+    return grams[GRADIENT]
+
+
 def estimated(gradients: list[list[Tensor]]) -> tuple[dict[str, float], dict[str, float]]:
     """The values and errors of the first configuration, and of the cosine; an iteration has 2
     PFLOPs in 4 seconds."""
     number = len(gradients)
-    gram = products([one for of in gradients for one in of]).view(number, COUNT, number, COUNT)
+    gram = gram_of(gradients)
     costs = torch.tensor([2.0, 4.0]).double().view(2, 1, 1).expand(2, number, COUNT)
     names = [*ROWS, *["cosine"] * (number > 1)]
     values, errors = (
@@ -120,12 +142,91 @@ def test_no_signal_has_no_cosine_and_an_error_on_the_safe_side() -> None:
     assert any(math.isnan(values["cosine"]) for values, _ in found)
 
 
-def test_products_are_those_of_whole_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sage_fast.tools.signal_meter.CHUNK", 7)
-    rows = torch.randn(4, 30)
-    torch.testing.assert_close(
-        products(list(rows)), rows.double() @ rows.double().T, rtol=1e-14, atol=1e-14
+# -- what optimizers make of a gradient ------------------------------------------------------------
+
+
+def ratio_of(rows: Tensor) -> tuple[float, float]:
+    """Signal / noise of K vectors, `[K, n]`, and their noise: the U-statistic by its definition."""
+    count = len(rows)
+    pairs = [(k, other) for k in range(count) for other in range(count) if k != other]
+    signal = sum(float((rows[k] * rows[other]).sum()) for k, other in pairs) / len(pairs)
+    noise = sum(float(row.square().sum()) for row in rows) / count - signal
+    return signal / noise, noise
+
+
+def muon_update(trainer: Any, gradient: Tensor) -> dict[str, Tensor]:
+    """Weight -> the first update that `train.optimizer: muon` makes of a gradient of all weights,
+    at a learning rate of 1."""
+    weights = {name: torch.zeros_like(p) for name, p in trainer.policy.parameters().items()}
+    train = dataclasses.replace(
+        trainer.config.train, optimizer="muon", learning_rate=1.0, weight_decay=0.0
     )
+    matrices = {name for name, p in weights.items() if trainer.policy.is_muon(name, p)}
+    optimizers = make_optimizers(weights, train, matrices, {}, trainer.policy.trains_adapter)
+    sizes = [p.numel() for p in weights.values()]
+    first = (1 - MOMENTUM) * (1 + MOMENTUM)  # of a gradient in Nesterov's direction
+    for p, part in zip(weights.values(), gradient.split(sizes)):
+        p.grad = part.view_as(p) / first
+    for optimizer in optimizers:
+        optimizer.step()
+    return {name: -weights[name].flatten().double() for name in matrices}
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_ratios_of_optimizers_agree_with_float64_sums(
+    tuning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrices move as the optimizer moves them; the rest as AdamW's formula says."""
+    monkeypatch.setattr("sage_fast.tools.signal_meter.CHUNK", 999)
+    monkeypatch.setattr("sage_fast.tools.signal_meter.BATCH_ELEMENTS", 2**14)
+    count, eps = 5, 1e-6
+    trainer = tiny_trainer(settings(model__tuning=tuning, train__eps=eps))
+    for name, p in trainer.policy.parameters().items():
+        if ".lora_B." in name:  # of zeros, from which the gradients of A would be 0
+            torch.nn.init.normal_(p, std=0.02)
+    gradients, costs = collect(trainer, count, warmup=0)
+    weights = trained_weights(trainer.policy)
+    names = [weight.name for weight in weights]
+    grams = gram_matrices([gradients], weights, [eps], CPU)
+
+    rows = torch.stack(gradients).double()
+    adamw = rows / (rows.square().sum(0).div(count).sqrt() + eps)
+    updates = [muon_update(trainer, gradient) for gradient in gradients]
+    # what momentum leaves of noise: the squares of (1 - beta) beta^t add up to this
+    left = sum(((1 - BETAS[0]) * BETAS[0] ** age) ** 2 for age in range(1000)) ** 0.5
+    muon = left * adamw
+    sizes = [weight.shape.numel() for weight in weights]
+    for row, update in zip(muon, updates):
+        for name, part in zip(names, row.split(sizes)):
+            if name in update:
+                part.copy_(update[name])
+    assert updates[0]
+    assert (len(updates[0]) == len(names)) == (tuning == "lora")
+
+    # Muon's matrices are in bfloat16
+    for kind, directions, tolerance in (
+        (GRADIENT, rows, 1e-9),
+        (ADAMW, adamw, 1e-9),
+        (MUON, muon, 0.02),
+    ):
+        expected, noise = ratio_of(directions)
+        signal, found_noise, found, *_ = estimate(grams[kind], costs[:, None])[0].tolist()
+        assert found_noise == pytest.approx(noise, rel=tolerance), kind
+        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), kind
+        assert signal == pytest.approx(expected * noise, rel=tolerance, abs=tolerance * noise), kind
+    assert len({round(ratio_of(each)[0], 6) for each in (rows, adamw, muon)}) == 3
+
+
+def test_directions_of_two_configurations_are_their_own() -> None:
+    """Each has its own second moment and eps."""
+    torch.manual_seed(3)
+    vector = TrainedWeight(name="w", shape=torch.Size([40]), by_muon=False)
+    a, b = list(torch.randn(4, 40)), list(1e-3 * torch.randn(4, 40))
+    both = gram_matrices([a, b], [vector], [1e-8, 1e-3], CPU)
+    for number, (of, eps) in enumerate(((a, 1e-8), (b, 1e-3))):
+        alone = gram_matrices([of], [vector], [eps], CPU)
+        for kind, gram in alone.items():
+            torch.testing.assert_close(both[kind][number, :, number], gram[0, :, 0])
 
 
 # -- gradients of iterations -----------------------------------------------------------------------
@@ -167,6 +268,8 @@ def test_the_gradient_is_taken_before_clipping() -> None:
 
 # -- the command -----------------------------------------------------------------------------------
 
+SIGNAL = ["--signal", "3", "--warmup", "0"]
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -180,7 +283,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_configuration_against_itself(measured: Path) -> None:
     result = json.loads((measured / "signal.json").read_text())
-    gram = torch.tensor(result["gram"]).double()
+    assert result["gram"].keys() == {GRADIENT, ADAMW, MUON}
+    assert result["weights"] is None
+    gram = torch.tensor(result["gram"][GRADIENT]).double()
     assert gram.shape == (2, 3, 2, 3)
     torch.testing.assert_close(gram, gram.permute(2, 3, 0, 1), rtol=1e-12, atol=0)
     torch.testing.assert_close(gram[0, :, 1], gram[0, :, 0], rtol=1e-12, atol=0)
@@ -188,12 +293,20 @@ def test_a_configuration_against_itself(measured: Path) -> None:
     ours, copy = result["signal"].values()
     signal = ours["squared signal"]["value"]
     assert signal == pytest.approx((gram[0, :, 0].sum() - gram[0, :, 0].trace()) / 6)
-    for row in ROWS:
+    assert {*ours} == {*ROWS, "signal / noise by Muon", "signal / noise by AdamW"}
+    for row in ours:
         assert "second" in row or copy[row] == pytest.approx(ours[row])
+    for kind in (MUON, ADAMW):
+        of_kind = torch.tensor(result["gram"][kind]).double()[0, :, 0]
+        between = (of_kind.sum() - of_kind.trace()) / 6
+        ratio = between / (of_kind.trace() / 3 - between)
+        assert ours[f"signal / noise by {kind}"]["value"] == pytest.approx(float(ratio))
     assert result["cosine"]["value"] == (pytest.approx(1) if signal > 0 else None)
     printed = format_signal(result)
     assert str(PAPER) in printed
     assert "cosine of the two gradients" in printed
+    assert "signal / noise by Muon" in printed
+    assert "at the weights a run begins with" in printed
     assert ("undefined" in printed) == (
         None in [x for row in (*ours.values(), result["cosine"]) for x in row.values()]
     )
@@ -204,6 +317,39 @@ def test_a_signal_is_not_overwritten(measured: Path, capsys: pytest.CaptureFixtu
     assert main(["profile", str(PAPER), "--folder", str(measured), "--signal", "3", *SMALL]) == 2
     assert "already holds a signal; choose another folder with --folder" in capsys.readouterr().err
     assert (measured / "signal.json").read_bytes() == before
+
+
+def gram_at(source: Path, folder: Path, *words: str) -> Tensor:
+    """Measure a source; return the products of its gradients, with those of OTHER if there is
+    one."""
+    assert main(["profile", str(source), "--folder", str(folder), *SIGNAL, *words]) == 0
+    result = json.loads((folder / "signal.json").read_text())
+    return torch.tensor(result["gram"][GRADIENT]).double()
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_a_run_is_measured_at_its_checkpoint(tuning: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--model.tuning", tuning, "--train.checkpoint_interval", "1", "--eval.interval", "0"]
+    assert main(["train", str(PAPER), "--output", str(run), "--quiet", *SMALL, *words]) == 0
+    settings_file = run / "config.yaml"
+    earlier = run / "checkpoints" / "iteration-000001"
+
+    base = gram_at(settings_file, tmp_path / "base")
+    newest = gram_at(run, tmp_path / "newest", "--against", str(settings_file))
+    by_setting = gram_at(
+        settings_file, tmp_path / "setting", "--model.weights", str(run / "weights")
+    )
+    at_checkpoint = gram_at(earlier, tmp_path / "earlier")
+    at_earlier_weights = gram_at(settings_file, tmp_path / "at", "--model.weights", str(earlier))
+
+    torch.testing.assert_close(newest[0, :, 0], by_setting[0, :, 0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(newest[1, :, 1], by_setting[0, :, 0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(at_checkpoint, at_earlier_weights, rtol=1e-12, atol=0)
+    found = [base[0, :, 0], newest[0, :, 0], at_checkpoint[0, :, 0]]
+    assert len({float(gram.trace()) for gram in found}) == 3
+    printed = format_signal(json.loads((tmp_path / "newest" / "signal.json").read_text()))
+    assert f"3 iterations without an update, at {run / 'weights'}" in printed
 
 
 @pytest.mark.parametrize(
@@ -264,7 +410,9 @@ def test_two_ranks_find_what_one_finds(measured: Path, tmp_path: Path) -> None:
     two, one = (
         json.loads((folder / "signal.json").read_text()) for folder in (tmp_path / "two", measured)
     )
-    gram, expected = (torch.tensor(result["gram"]).double()[0, :, 0] for result in (two, one))
+    gram, expected = (
+        torch.tensor(result["gram"][GRADIENT]).double()[0, :, 0] for result in (two, one)
+    )
     torch.testing.assert_close(
         gram, expected, rtol=1e-3, atol=1e-3 * float(expected.diagonal().mean())
     )

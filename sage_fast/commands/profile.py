@@ -19,7 +19,7 @@ def add_arguments(add: Callable[..., object]) -> None:
         "config",
         type=TypedPath,
         metavar="CONFIG",
-        help="YAML file, or a run folder (its weights are used)",
+        help="YAML file, a run folder, whose newest weights are used, or a checkpoint in one",
     )
     add("--folder", type=TypedFile, help=f"where the files go (default: {FOLDER})")
     add("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
@@ -32,7 +32,10 @@ def add_arguments(add: Callable[..., object]) -> None:
         metavar="K",
         help="signal and noise of the gradient, from K iterations without an update",
     )
-    against = "with --signal: a second configuration, and the cosine of the two gradients"
+    against = (
+        "with --signal: a second configuration at the same weights, and the cosine of the two "
+        "gradients"
+    )
     add("--against", type=TypedPath, metavar="OTHER", help=against)
 
 
@@ -87,11 +90,16 @@ def _measure_signal(options: argparse.Namespace, overrides: Mapping[str, str]) -
         )
 
     sources = [options.config]
-    if options.against is not None:
-        sources.append(options.against)
     # no update follows that rounding could spoil
     ungated = {**overrides, "train.parity_gate": "false"}
-    configs = [load_source("profile", source, ungated) for source in sources]
+    configs = [load_source("profile", options.config, ungated)]
+    if options.against is not None:
+        sources.append(options.against)
+        other = load_source("profile", options.against, ungated)
+        weights = configs[0].model.weights
+        if weights is not None and other.model.weights is None:
+            other = other.replace({"model.weights": weights})
+        configs.append(other)
 
     from sage_fast.algorithm.trainable import check_trainable
     from sage_fast.run.fail_fast import fail_fast

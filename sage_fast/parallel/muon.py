@@ -22,6 +22,8 @@ to about 1."""
 ITERATIONS = 5
 BATCH_ELEMENTS = 2**24
 """Elements that are orthogonalised together: many small matrices, or one large one."""
+UPDATE_RMS = 0.2
+"""Root mean square of an update over the learning rate, as AdamW's usually is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,10 +91,10 @@ class Muon(torch.optim.Optimizer):
 
     def _move(self, parts: list[Tensor], along: tuple[Tensor, ...], shape: torch.Size) -> None:
         """Decay parts of matrices of this shape, and move them along orthogonal ones by an rms of
-        0.2 lr."""
+        `UPDATE_RMS` x lr."""
         (group,) = self.param_groups
         torch._foreach_mul_(parts, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parts, along, alpha=-0.2 * group["lr"] * math.sqrt(max(shape)))
+        torch._foreach_add_(parts, along, alpha=-UPDATE_RMS * group["lr"] * math.sqrt(max(shape)))
 
 
 class PartitionedMuon(Muon):

@@ -19,6 +19,13 @@ EPS_OF_NETWORK = 1e-10
 """`train.eps` where it is not set."""
 
 
+def epsilon(config: TrainConfig, trains_adapter: bool) -> float:
+    """Return `train.eps`, or its default for what is trained."""
+    # For Muon, eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones.
+    usual = EPS_OF_ADAPTER if trains_adapter else EPS_OF_NETWORK
+    return config.eps or usual
+
+
 def make_optimizers(
     parameters: Mapping[str, Tensor],
     config: TrainConfig,
@@ -41,12 +48,10 @@ def make_optimizers(
             them; else empty.
         trains_adapter: whether the weights are those of an adapter.
     """
-    # For Muon, eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones.
-    usual_eps = EPS_OF_ADAPTER if trains_adapter else EPS_OF_NETWORK
     settings: dict[str, Any] = {
         "lr": config.learning_rate,
         "weight_decay": config.weight_decay,
-        "eps": config.eps or usual_eps,
+        "eps": epsilon(config, trains_adapter),
     }
     by_muon: dict[str, Tensor] = {}
     if OPTIMIZERS[config.optimizer]:

@@ -10,16 +10,29 @@ seeds, so products of two of them have the mean |s|^2 without the noise:
     signal |s|^2 = mean of g_k . g_l, k != l        noise E|n|^2 = mean of g_k . g_k - signal
     cosine of two configurations = mean of a_k . b_l, k != l / sqrt(signal of a x signal of b)
 
-Errors are those of a jackknife over iterations, up to 1.4 times too large where the signal is
-within the noise of its estimate. Prompts do not repeat within an epoch, which takes a little off
-the signal.
+An optimizer does not move the weights along the gradient, so signal / noise is estimated in the
+same way for what Muon and AdamW make of each g_k:
+
+    AdamW     g / (sqrt(v) + eps), v = mean over the K iterations of g^2
+    Muon      0.2 sqrt(max(m, n)) x the orthogonalised g of each m x n matrix of the blocks;
+              for the rest 0.23 x AdamW's direction
+
+v is what AdamW's second moment tends to at fixed weights. With the v of a single iteration, a
+direction would be the sign of its gradient. Momentum, which averages over iterations, is not
+modelled. But noise through AdamW's has an rms of sqrt((1 - beta) / (1 + beta)) = 0.23, to which
+Muon's 0.2 is matched; without this factor the rest would drown the matrices.
+
+Errors are those of a jackknife over iterations, with v as it is, up to 1.4 times too large where
+the signal is within the noise of its estimate. Prompts do not repeat within an epoch, which takes a
+little off the signal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +46,10 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.loading import load_setup
 from sage_fast.models.find import find_spec
 from sage_fast.models.policy import Policy
+from sage_fast.models.trainable import meta_policy
 from sage_fast.ops import implementation
+from sage_fast.parallel.muon import BATCH_ELEMENTS, UPDATE_RMS, orthogonalized
+from sage_fast.parallel.optimizers import BETAS, epsilon
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.tools.harness import head_line
 from sage_fast.tools.phases import flops_of_phases
@@ -48,16 +64,21 @@ from sage_fast.util.text import counted
 
 log = logging.getLogger(__name__)
 
+RATIO = "signal / noise of an iteration"
 ROWS = (
     "squared signal",
     "noise",
-    "signal / noise of an iteration",
+    RATIO,
     "signal / noise per PFLOP",
     "signal / noise per device second",
     "PFLOPs of an iteration",
     "device seconds of an iteration",
 )
-CHUNK = 2**20
+GRADIENT, MUON, ADAMW = "gradient", "Muon", "AdamW"
+"""What Gram matrices are of: the gradients, or what an optimizer makes of them."""
+MOMENTUM_RMS = math.sqrt((1 - BETAS[0]) / (1 + BETAS[0]))
+"""Root mean square of AdamW's update over the learning rate where gradients are noise."""
+CHUNK = 2**18
 """Elements of a gradient that are in float64 at a time."""
 
 
@@ -144,13 +165,127 @@ def load_trainer(resolved: ResolvedConfig, folder: Path) -> Trainer:
     )
 
 
-def products(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the Gram matrix, accumulated in float64."""
-    total = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
-    for parts in zip(*(gradient.split(CHUNK) for gradient in gradients)):
-        rows = torch.stack(parts).double()
-        total += rows @ rows.T
-    return total
+# -- what optimizers make of a gradient ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedWeight:
+    """A trained weight, whose gradient is a part of the collected one.
+
+    Attributes:
+        by_muon: whether `train.optimizer: muon` updates it by Muon.
+    """
+
+    name: str
+    shape: torch.Size
+    by_muon: bool
+
+
+def trained_weights(policy: Policy) -> list[TrainedWeight]:
+    """Return the trained weights in the order in which `Collector` has their gradients."""
+    return [
+        TrainedWeight(name=name, shape=p.shape, by_muon=policy.is_muon(name, p))
+        for name, p in policy.parameters().items()
+    ]
+
+
+def adamw_directions(rows: Tensor, eps: float) -> Tensor:
+    """Return AdamW's directions of K gradients, `[K, n]`: their mean square is its second
+    moment."""
+    return rows / (rows.square().mean(0).sqrt() + eps)
+
+
+def muon_directions(
+    rows: Sequence[Tensor], shape: torch.Size, eps: float, device: torch.device
+) -> Tensor:
+    """Return Muon's directions of K gradients of one matrix, before their factor `muon_factor`.
+
+    Args:
+        rows: K flat gradients, on the host.
+        shape: shape of the matrix.
+        eps: that of `orthogonalized`.
+        device: where the matrices are orthogonalised.
+
+    Returns:
+        bfloat16 `[K, n]`, on the host.
+    """
+    size = max(1, BATCH_ELEMENTS // max(shape.numel(), 1))
+    made = []
+    for start in range(0, len(rows), size):
+        matrices = torch.stack(list(rows[start : start + size])).view(-1, *shape)
+        made.append(orthogonalized(matrices.to(device), eps).cpu().flatten(1))
+    return torch.cat(made)
+
+
+def muon_factor(shape: torch.Size) -> float:
+    """Return the length of Muon's update of a matrix over learning rate and direction."""
+    return UPDATE_RMS * math.sqrt(max(shape))
+
+
+def gram_matrices(
+    gradients: Sequence[Sequence[Tensor]],
+    weights: Sequence[TrainedWeight],
+    epsilons: Sequence[float],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Return the Gram matrices of C configurations' gradients and of what optimizers make of them.
+
+    Directions are made of one weight at a time, so they need little memory beside the gradients.
+
+    Args:
+        gradients: the K gradients of each configuration.
+        weights: whose parts they have.
+        epsilons: `train.eps` of each configuration.
+        device: where matrices are orthogonalised.
+
+    Returns:
+        `GRADIENT`, `ADAMW` and, if a weight is updated by it, `MUON` -> float64 `[C, K, C, K]`.
+    """
+    count = len(gradients[0])
+    kinds = [GRADIENT, ADAMW]
+    if any(weight.by_muon for weight in weights):
+        kinds.append(MUON)
+    size = len(gradients) * count
+    grams = {kind: torch.zeros(size, size, dtype=torch.float64) for kind in kinds}
+
+    sizes = [weight.shape.numel() for weight in weights]
+    parts_of_gradients = [gradient.split(sizes) for of in gradients for gradient in of]
+    for weight, parts in zip(weights, zip(*parts_of_gradients, strict=True), strict=True):
+        for rows in _chunks(parts):
+            directions = [adamw_directions(of, eps) for of, eps in zip(rows.split(count), epsilons)]
+            by_adamw = _products(torch.cat(directions))
+            grams[GRADIENT] += _products(rows)
+            grams[ADAMW] += by_adamw
+            if MUON in grams and not weight.by_muon:
+                grams[MUON] += MOMENTUM_RMS**2 * by_adamw
+        if weight.by_muon:
+            by_muon = torch.cat(
+                [
+                    muon_directions(
+                        parts[number * count : (number + 1) * count], weight.shape, eps, device
+                    )
+                    for number, eps in enumerate(epsilons)
+                ]
+            )
+            for rows in _chunks(by_muon):
+                grams[MUON] += muon_factor(weight.shape) ** 2 * _products(rows)
+    return {
+        kind: gram.view(len(gradients), count, len(gradients), count)
+        for kind, gram in grams.items()
+    }
+
+
+def _chunks(rows: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield equally long rows side by side, a `CHUNK` of each at a time, float64 `[N, n]`."""
+    for parts in zip(*(row.split(CHUNK) for row in rows)):
+        yield torch.stack(parts).double()
+
+
+def _products(rows: Tensor) -> Tensor:
+    return rows @ rows.T
+
+
+# -- the estimates ---------------------------------------------------------------------------------
 
 
 def estimate(gram: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,13 +328,15 @@ def check(measured: Sequence[ResolvedConfig], count: int) -> None:
         UserError: an engine shards gradients, or the configurations differ in what they train.
     """
     hours, size, trained = 0.0, 0.0, set()
+    layouts: list[list[TrainedWeight]] = []
     for config in (resolved.config for resolved in measured):
         sharded = (
             "gradients are taken where every rank has all of them; the nearest choice is "
             f"{next(iter(ENGINES))!r}"
         )
         config.train.require(not ENGINES[config.train.engine].shards, "engine", sharded)
-        expected = plan(config, find_spec(config.model.path, fetch=True), ranks=world_size())
+        spec = find_spec(config.model.path, fetch=True)
+        expected = plan(config, spec, ranks=world_size())
         longest = {
             part: work * expected.busiest[part]
             for part, work in expected.flops.items()
@@ -210,20 +347,43 @@ def check(measured: Sequence[ResolvedConfig], count: int) -> None:
         trained.add(
             f"{config.model.path}, {config.model.weights}, {expected.trainable:,}, {config.seed}"
         )
+        layouts.append(trained_weights(meta_policy(spec, config.model)))
     if len(trained) > 1:
         raise UserError(
             "--against: gradients are compared at the same weights; model.path, model.weights, the "
             "number of trained "
-            "weights and the seed have to agree: " + " and ".join(sorted(trained))
+            "weights and the seed have to agree: " + " and ".join(sorted(trained)) + "; a YAML "
+            "file without model.weights is measured at those of CONFIG"
         )
+    _check_same_layout(layouts)
+
+    matrices = [weight.shape.numel() for weight in layouts[0] if weight.by_muon]
+    beside = 2.0 * count * len(measured) * max(matrices, default=0)  # bfloat16
     what = f"{counted(count, 'iteration')} without an update"
     if len(measured) > 1:
         what += " of each configuration"
     price = (
         f"about {hours:.2g} GPU-hours at the rates measured on an H200, {format_bytes(size)} of "
-        "gradients on the host"
+        f"gradients on the host, and {format_bytes(beside)} for what Muon makes of a matrix"
     )
     log.info(wrapped(f"{what}: {price}"))
+
+
+def _check_same_layout(layouts: Sequence[Sequence[TrainedWeight]]) -> None:
+    """Check that a part of one configuration's gradient belongs to the same weight in the other's.
+
+    Raises:
+        UserError: it does not.
+    """
+    first, *others = layouts
+    for other in others:
+        for ours, theirs in zip(first, other):
+            if ours != theirs:
+                raise UserError(
+                    "--against: gradients are compared weight by weight, and these differ: "
+                    f"{ours.name} {list(ours.shape)} and {theirs.name} {list(theirs.shape)}; "
+                    "model.tuning and model.lora_targets have to agree"
+                )
 
 
 def measure_signal(
@@ -254,37 +414,67 @@ def measure_signal(
             f"{str(folder)!r} already holds a signal; choose another folder with --folder"
         )
     check(list(measured.values()), count)
-    gradients, costs = [], []
+    gradients: list[list[Tensor]] = []
+    epsilons: list[float] = []
+    costs: list[Tensor] = []
     for resolved in measured.values():
         trainer = load_trainer(resolved, folder)
         found, cost = collect(trainer, count, warmup)
-        gradients += found
+        gradients.append(found)
         costs.append(cost)
+        epsilons.append(epsilon(resolved.config.train, trainer.policy.trains_adapter))
+        weights = trained_weights(trainer.policy)
         device, dtype = trainer.device, trainer.policy.dtype
         del trainer  # before the next model is loaded
     if rank() != 0:
         return {}
-    gram = products(gradients).view(len(measured), count, len(measured), count)
-    values, errors = (
-        [json_value(x) for x in found.tolist()] for found in estimate(gram, torch.stack(costs, 1))
-    )
-    cells = [{"value": value, "error": error} for value, error in zip(values, errors)]
+
+    grams = gram_matrices(gradients, weights, epsilons, device)
+    estimates = {kind: _cells(gram, torch.stack(costs, 1)) for kind, gram in grams.items()}
+    of_gradient = estimates[GRADIENT]
     result = {
         "environment": environment(device, implementation(device))
         | {"dtype": str(dtype).removeprefix("torch.")},
         "ranks": world_size(),
         "settings": dict(settings),
+        "weights": next(iter(measured.values())).config.model.weights,
         "iterations": count,
         "warmup": warmup,
         "signal": {
-            label: dict(zip(ROWS, cells[place : len(ROWS) * len(measured) : len(measured)]))
-            for place, label in enumerate(measured)
+            label: _table(estimates, number, len(measured)) for number, label in enumerate(measured)
         },
-        "cosine": cells[-1] if len(measured) > 1 else None,
-        "gram": gram.tolist(),
+        "cosine": of_gradient[-1] if len(measured) > 1 else None,
+        "gram": {kind: gram.tolist() for kind, gram in grams.items()},
     }
     write_json(result, folder / "signal.json")
     return result
+
+
+def _cells(gram: Tensor, costs: Tensor) -> list[dict[str, Any]]:
+    """Return each number of `estimate` with its error."""
+    values, errors = ([json_value(x) for x in found.tolist()] for found in estimate(gram, costs))
+    return [{"value": value, "error": error} for value, error in zip(values, errors)]
+
+
+def _table(
+    estimates: Mapping[str, Sequence[dict[str, Any]]], number: int, configurations: int
+) -> dict[str, dict[str, Any]]:
+    """Return row -> cell of one configuration, its optimizers' ratios below that of its gradient.
+
+    Args:
+        estimates: kind of Gram matrix -> `_cells`.
+        number: index of the configuration.
+        configurations: how many were measured.
+    """
+    table = {}
+    for index, row in enumerate(ROWS):
+        place = index * configurations + number
+        table[row] = estimates[GRADIENT][place]
+        if row == RATIO:
+            for kind in (MUON, ADAMW):
+                if kind in estimates:
+                    table[f"signal / noise by {kind}"] = estimates[kind][place]
+    return table
 
 
 def format_signal(result: Mapping[str, Any]) -> str:
@@ -297,15 +487,15 @@ def format_signal(result: Mapping[str, Any]) -> str:
         return f"{shown} ± {margin}"
 
     columns = result["signal"]
+    weights = result["weights"] or "the weights a run begins with"
     lines = [
         head_line(result["environment"]),
-        f"{counted(result['iterations'], 'iteration')} without an update",
+        f"{counted(result['iterations'], 'iteration')} without an update, at {weights}",
         "",
     ]
     lines.append(f"{'':<33}" + "".join(f"{label:>26}" for label in columns))
-    lines += [
-        f"{row:<33}" + "".join(f"{cell(of[row]):>26}" for of in columns.values()) for row in ROWS
-    ]
+    for row in next(iter(columns.values())):
+        lines.append(f"{row:<33}" + "".join(f"{cell(of[row]):>26}" for of in columns.values()))
     if result["cosine"] is not None:
         lines.append(f"{'cosine of the two gradients':<33}{cell(result['cosine']):>26}")
     return "\n".join([*lines, "± is one standard error; the seconds are without the optimizer's"])

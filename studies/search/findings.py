@@ -18,6 +18,7 @@ from studies.search.runs import (
     SAGE,
     Made,
     looks,
+    looks_at_variant,
     own_settings,
     score,
     variants,
@@ -26,9 +27,10 @@ from studies.search.runs import (
 Table = Sequence[Sequence[str]]
 
 EARLIER = (
-    "So it did on each of three seeds of a confirmation from the earlier base model. The mean of "
-    "these seven differences is -0.028 (p 0.007 by a t-test over the runs, uncorrected), although "
-    "the interval of each confirmation reaches 0."
+    "With the three seeds of a confirmation from the earlier base model it ends ahead on each of "
+    "seven seeds, and the interval of each comparison reaches 0. The mean of these seven "
+    "differences is -0.028 (p 0.007 by a t-test over the runs, uncorrected). On the base model "
+    "that ships the [demo](demo.md) has ten seeds."
 )
 """What the two confirmations say together. The runs of the earlier one are not in the archive."""
 
@@ -43,9 +45,9 @@ def risen(runs: Sequence[TrainedRun], part: str = "reward") -> float:
     return statistics.fmean(run.mean(part) - run.course(part)[0] for run in runs)
 
 
-def _above(runs: Sequence[TrainedRun], others: Sequence[TrainedRun]) -> Difference:
-    """Return the difference of confirmed runs, corrected for the looks."""
-    return difference(runs, others).widened(len(runs), looks())
+def _above(runs: Sequence[TrainedRun], others: Sequence[TrainedRun], count: int) -> Difference:
+    """Return the difference of confirmed runs, corrected for `count` looks."""
+    return difference(runs, others).widened(len(runs), count)
 
 
 def _cells(name: str, runs: Sequence[TrainedRun]) -> tuple[str, str, str]:
@@ -88,12 +90,12 @@ def _find_gain(made: Made, material: Material) -> Finding:
     gains = {name: gain(runs) for name, runs in made.confirmation.items()}
     judges = {name: judge_gain(runs) for name, runs in made.confirmation.items()}
     runs, others, best = made.confirmation[SAGE], made.confirmation[NFT], made.best(SAGE)
-    above = _above(runs, others)
+    above = _above(runs, others, looks())
     text = (
         f"The difference of the gains is {above} (95 % interval over {len(runs)} seeds and "
         f"{len(runs[0].score())} prompts, corrected for {looks()} looks; the base model was "
         f"trained on their captions, the runs were not). That of `{best}` and `{NFT}` is "
-        f"{_above(made.confirmation[best], others)}. DiffusionNFT ends ahead "
+        f"{_above(made.confirmation[best], others, looks())}. DiffusionNFT ends ahead "
         f"on {seeds_behind(runs, others)} of {len(runs)} seeds. "
         f"{EARLIER} A correct clip of them scores "
         f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which "
@@ -127,12 +129,13 @@ def _find_variant(made: Made, material: Material) -> Finding:
     search."""
     best, challenger = made.best(SAGE), made.best(NFT)
     runs, others = made.confirmation[best], made.confirmation[SAGE]
-    above = _above(runs, others)
+    above = _above(runs, others, looks_at_variant())
     text = (
         f"The difference of the gains of `{best}` and `{SAGE}` is {above}, on the seeds and "
-        f"prompts above. It was looked at three times; its interval is corrected for {looks()}, "
-        f"and one for three is wider. The second search chose `{best}` and `{challenger}` by their "
-        f"scores on seed {made.second[best][0].seed}; that seed decides nothing."
+        f"prompts above, corrected for {looks_at_variant()} looks: after three seeds, when both "
+        "had ended on the fourth and the challenger had not, and at the end. The second search "
+        f"chose `{best}` and `{challenger}` by their scores on seed "
+        f"{made.second[best][0].seed}; that seed decides nothing."
     )
     table = [("variant", "method", "mean gain", "judge", "TFLOPs")] + [
         (f"`{name}`", method_of(name), *_cells(name, trained))

@@ -43,8 +43,13 @@ def variants(method: str) -> dict[str, Mapping[str, Any]]:
 
 
 def looks() -> int:
-    """Return how often the confirmation's runs were looked at while more could follow."""
+    """Return how often the confirmation's runs were looked at, the last time included."""
     return int(_protocol()["confirmation"]["looks"])
+
+
+def looks_at_variant() -> int:
+    """Return how often `SAGE` and its variant were looked at."""
+    return int(_protocol()["confirmation"]["looks_at_variant"])
 
 
 def settings_of(run: str, quick: bool) -> Config:
