@@ -391,6 +391,31 @@ def test_messages(
     assert not (tmp_path / "none").exists()
 
 
+def test_configurations_that_train_other_weights_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Equally many of the same shapes, or from other weights."""
+    monkeypatch.setattr("sage_fast.tools.signal_meter.load_trainer", None)  # nothing is loaded
+    model = {"a": "lora_targets: .*to_q", "b": "lora_targets: .*to_k", "c": f"weights: {tmp_path}"}
+    for name, setting in model.items():
+        text = f"base: {PAPER}\nmodel: {{tuning: lora, {setting}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+
+    def refusal(first: str, second: str) -> str:
+        words = [str(tmp_path / first), "--signal", "3", "--against", str(tmp_path / second)]
+        assert main(["profile", *words, "--folder", str(tmp_path / "none"), *SMALL]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    by_layout = refusal("a.yaml", "b.yaml")
+    assert "these differ: " in by_layout
+    assert "to_q.lora_A" in by_layout
+    assert "to_k.lora_A" in by_layout
+    assert "model.tuning and model.lora_targets have to agree" in by_layout
+    by_weights = refusal("a.yaml", "c.yaml")
+    assert "compared at the same weights" in by_weights
+    assert "a YAML file without model.weights is measured at those of CONFIG" in by_weights
+
+
 def test_the_price_comes_first(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -401,6 +426,8 @@ def test_the_price_comes_first(
     said = " ".join("".join(capfd.readouterr()).split())
     assert "16 iterations without an update: about " in said
     assert "GPU-hours at the rates measured on an H200, " in said
+    assert " of gradients on the host, and " in said
+    assert "for what Muon makes of a matrix" in said
 
 
 @pytest.mark.soak

@@ -97,7 +97,7 @@ def _find_gain(made: Made, material: Material) -> Finding:
         f"trained on their captions, the runs were not). That of `{best}` and `{NFT}` is "
         f"{_above(made.confirmation[best], others, looks())}. DiffusionNFT ends ahead "
         f"on {seeds_behind(runs, others)} of {len(runs)} seeds. "
-        f"{EARLIER} A correct clip of them scores "
+        f"{EARLIER} A correct clip of these prompts scores "
         f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which "
         "every sample passes. The judge is a network that no run is trained on. FLOPs are planned; "
         f"{100 * decoder_share(own_settings(SAGE)):.0f} % of those of `{SAGE}` are the decoder's, "
