@@ -43,7 +43,6 @@ from sage_fast.parallel import make_engine
 from sage_fast.parallel.optimizers import learning_rate
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.groups import Group, compare_groups, gather_groups
 from sage_fast.rollout.idle import IdleForwards
@@ -298,8 +297,6 @@ class Trainer:
                     compared = compare_groups(self.reward, groups, held)
             with watch.waiting():
                 scores = gather_checked(self.reward, batch.numbers, local, compared)
-            if plan.endpoint_share > 0:
-                turn_to_endpoints(batch, plan)
             if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)
@@ -335,7 +332,6 @@ class Trainer:
             plan.rollouts.steps,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            endpoint_transitions=plan.endpoint_transitions(numbers),
             offload=self.config.sampling.offload_trajectories,
         )
         shared_key = self.prompts[0]  # which every rank has, whatever its samples

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,7 +219,13 @@ def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, s
 
 
 def train_runs(
-    study: str, runs: Mapping[str, Config], folder: Path, *, quick: bool, workers: int
+    study: str,
+    runs: Mapping[str, Config],
+    folder: Path,
+    *,
+    quick: bool,
+    workers: int,
+    only_read: Collection[str] = (),
 ) -> list[TrainedRun]:
     """Train the runs that `folder` lacks, then read all.
 
@@ -234,12 +240,21 @@ def train_runs(
         folder: folder of the files.
         quick: passed to `settings_of`.
         workers: parallel processes.
+        only_read: runs that cannot be made again, because a setting of theirs has left.
 
     Raises:
+        UserError: one of `only_read` is missing.
         RunError: a worker process failed or was killed.
         Stopped: a signal came.
     """
     missing = [name for name, config in runs.items() if not _is_of(_file(folder, name), config)]
+    for name in missing:
+        if name in only_read:
+            raise UserError(
+                f"{_file(folder, name)}: this run cannot be made again, because a setting of it "
+                f"has left; expected the runs of the study's archive in {folder} "
+                "(benchmarks/results)"
+            )
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         workers = min(workers, len(missing))
@@ -369,6 +384,8 @@ OLDER = {
 }
 """Line of an older run's settings -> the same today."""
 LEFT = {
+    "objective.direction",
+    "objective.hand_over_iterations",
     "eval.sampler",
     "kl.lambda_limit",
     "kl.position_fraction",
@@ -379,8 +396,18 @@ LEFT = {
     "train.timestep_permutation",
     "train.trained_samples",
 }
-"""Settings of older runs that are no choice any more, with one value in all runs of a protocol as
-it is."""
+"""Settings of older runs that are no choice any more. They have one value in all runs of a protocol
+as it is, or the runs with another one are only read (`has_left`)."""
+
+
+def has_left(overlay: Mapping[str, Any]) -> bool:
+    """Return whether an overlay has a setting that has left, so that its runs can only be read."""
+    return not LEFT.isdisjoint(overlay)
+
+
+def without_left(overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an overlay without the settings that have left."""
+    return {key: value for key, value in overlay.items() if key not in LEFT}
 
 
 def _is_of(file: Path, config: Config) -> bool:

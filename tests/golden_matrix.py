@@ -66,10 +66,6 @@ TINY: dict[str, dict[str, Any]] = {
     "windows": {"sampling__sde_window": 2, "sampling__window_per_prompt": True},
     "fraction": {"train__timestep_fraction": 0.5},
     "anchor-fraction": {"kl__anchor_fraction": 0.25, **TWO_UPDATES},
-    "hand-over": {
-        "objective__direction": "endpoint", "objective__hand_over_iterations": 2,
-        "sampling__shared_initial_noise": True, "sampling__sde_window": 2,
-    },
     "refreshed-anchor": {"kl__anchor_interval": 1, **TWO_UPDATES},
     "guidance": {"sampling__guidance_scale": 3.0},
     "shared-noise": {"sampling__shared_initial_noise": True},

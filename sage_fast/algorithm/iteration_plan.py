@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import TransitionTable
-from sage_fast.config.schema import Config, ObjectiveConfig
+from sage_fast.config.schema import Config
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
 
@@ -272,8 +272,6 @@ class IterationPlan:
         anchor_steps: the trained steps of each sample at which the KL to the anchor is computed.
         anchor_weight: weight of that KL: 1 / `kl.anchor_fraction`, or 1 if it is computed at all
             trained steps.
-        endpoint_share: share of the endpoint in the direction that is trained at
-            `endpoint_transitions`, in [0, 1]; the rest is the noise.
         optimizer_steps: updates of the iteration.
         passes: forwards of a step: 2 with guidance.
         runs_anchor: whether the anchor has a forward at each trained transition. It has none if
@@ -290,7 +288,6 @@ class IterationPlan:
     orders: Sequence[Sequence[int]]
     anchor_steps: Sequence[Collection[int]]
     anchor_weight: float
-    endpoint_share: float
     optimizer_steps: int
     passes: int
     runs_anchor: bool
@@ -304,16 +301,6 @@ class IterationPlan:
             group = self.samples[number].group
             found += [(i, t) for t in self.trained[group]]
         return sorted(found, key=lambda transition: transition[::-1])
-
-    def endpoint_transitions(self, numbers: Sequence[int]) -> list[Transition]:
-        """Return those of `transitions` that all samples of a group enter from the same latents.
-
-        There are none in an iteration that trains the noise alone.
-        """
-        if self.endpoint_share == 0:
-            return []
-        first = [self.rollouts.windows[self.samples[number].group] for number in numbers]
-        return [(i, t) for i, t in self.transitions(numbers) if t == first[i]]
 
     def anchored(self, kept: Sequence[bool]) -> list[Transition]:
         """Return the transitions at which the anchor runs, ordered by step; `kept` is as for
@@ -422,7 +409,6 @@ def plan_iteration(
         orders=orders,
         anchor_steps=_anchor_steps(orders, samples, anchor_fraction, config.seed, index),
         anchor_weight=1 / anchor_fraction,
-        endpoint_share=_endpoint_share(config.objective, index),
         optimizer_steps=config.train.optimizer_steps,
         passes=config.sampling.passes,
         runs_anchor=objective.strategy.anchor is not None and not anchor_is_free,
@@ -487,12 +473,3 @@ def _anchor_steps(
         drawn.append(frozenset(order[i] for i in shuffled[:count]))
         before = after
     return drawn
-
-
-def _endpoint_share(objective: ObjectiveConfig, index: int) -> float:
-    """Return the endpoint's share of the direction in iteration `index`."""
-    if objective.direction == "noise":
-        return 0.0
-    if objective.hand_over_iterations == 0:
-        return 1.0
-    return max(0.0, 1 - index / objective.hand_over_iterations)

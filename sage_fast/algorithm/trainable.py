@@ -79,24 +79,6 @@ def check_trainable(config: Config, ranks: int | None = None) -> ResolvedConfig:
         "is false",
     )
 
-    scores_rollout = resolved.objective.surrogate.scores_rollout
-    has_endpoints = sampling.shared_initial_noise and scores_rollout
-    config.objective.require(
-        has_endpoints or config.objective.direction == "noise",
-        "direction",
-        "expected sampling.shared_initial_noise and a surrogate that scores rollouts; the nearest "
-        "choice is noise",
-    )
-    hands_over = (
-        config.objective.direction == "endpoint" or not config.objective.hand_over_iterations
-    )
-    config.objective.require(
-        hands_over,
-        "hand_over_iterations",
-        f"objective.direction = {config.objective.direction} has no endpoint to hand over from; "
-        "expected objective.direction = endpoint; the nearest choice is 0",
-    )
-
     if trainable < train.optimizer_steps:
         share = ""
         if train.timestep_fraction < 1:

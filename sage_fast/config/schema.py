@@ -30,7 +30,6 @@ ODE_SAMPLERS = ("ode",)
 """Samplers without noise."""
 Reduction = Literal["mean", "unscaled"]
 Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "awm"]
-Direction = Literal["noise", "endpoint"]
 Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
@@ -414,14 +413,6 @@ class ObjectiveConfig(Section):
     """`kl_mask` masks a transition that moves away from the rollout policy when its KL to it is
     above this. Per element with objective.log_prob = mean. Takes effect from the second update of
     an iteration on, with sampling.averaged_weights from the first."""
-    direction: Direction = "noise"
-    """Target of the log-prob at the first stochastic step of a group with shared noise. `noise`:
-    the sampled next latents. `endpoint`: a point at the same distance from the mean, towards the
-    sample's final latents minus the group's average. It is not the exact policy gradient, and has
-    far less noise. Needs sampling.shared_initial_noise."""
-    hand_over_iterations: int = within(0, least=0)
-    """Iterations over which the endpoint direction gives way to the noise: the target mixes both,
-    and the endpoint's share falls linearly from 1 to 0. 0: it never does."""
     ratio: Ratio = "plain"
     """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy
     is added to the log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times

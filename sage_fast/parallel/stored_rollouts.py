@@ -33,7 +33,6 @@ def trajectory_bytes(resolved: ResolvedConfig, numel: int, samples: int) -> dict
     # With untrained steps in between, a trained transition stores up to two states of its own.
     shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
-    states += objective.settings.direction == "endpoint"
     velocities = int(objective.strategy.anchor is not None) + int(objective.stores_velocities)
     width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4
     return {

@@ -22,14 +22,10 @@ class Trajectories:
         length: steps of a rollout.
         device: device of the policy.
         velocities: dtype in which to keep the rollout policy's velocities; None keeps none.
-        endpoint_transitions: transitions of `trained` that are turned to their endpoints.
         offload: keep states and velocities in pinned host memory.
 
     Attributes:
         trained: the transitions, as given.
-        endpoints: transition of `endpoint_transitions` -> `[C, T, H, W]`, the final latents until
-            they are turned, then what it is scored against in place of the latents that it leads
-            to.
         states: (sample, step) -> float32 `[C, T, H, W]`, latents before that step: of the trained
             transitions and of those that follow them.
         log_probs: transition -> float32 scalar on the device, under the rollout policy.
@@ -48,7 +44,6 @@ class Trajectories:
         device: torch.device,
         *,
         velocities: torch.dtype | None = None,
-        endpoint_transitions: Collection[Transition] = (),
         offload: bool = False,
     ) -> None:
         self.device = device
@@ -57,7 +52,6 @@ class Trajectories:
         self.trained = list(trained)
         self._after = self._successors(length)
         self.states = self.empty({*trained, *self._after.values()}, torch.float32)
-        self.endpoints = self.empty(endpoint_transitions, torch.float32)
         self.log_probs: dict[Transition, Tensor] = {}
         self.velocities = {} if velocities is None else self.empty(trained, velocities)
 
@@ -113,11 +107,7 @@ class Trajectories:
             self.put(self.velocities, now, velocity())
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
-        """Store what training needs of the final latents of samples `rows`, which train the same
-        steps."""
-        turned = [(i, t) for i, t in self.endpoints if rows.start <= i < rows.stop]
-        if turned:
-            self.put(self.endpoints, turned, latents)
+        """No-op: training needs no final latents."""
 
     def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
         """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in
@@ -130,10 +120,7 @@ class Trajectories:
     def next_states(self, transitions: Sequence[Transition]) -> Tensor:
         """Return the latents that M (sample, step) are scored against, `[M, C, T, H, W]` on the
         device."""
-        next_latents = {}
-        for key in transitions:
-            next_latents[key] = self.endpoints.get(key, self.states[self._after[key]])
-        return self.gather(next_latents, transitions)
+        return self.gather(self.states, [self._after[key] for key in transitions])
 
     def gather(self, stored: dict[Transition, Tensor], transitions: Sequence[Transition]) -> Tensor:
         """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]`

@@ -1,5 +1,4 @@
-"""`python -m studies.demo`: what the demo and DiffusionNFT gain on ten seeds, at their end and on the
-way."""
+"""`python -m studies.demo`: what the demo and DiffusionNFT gain on ten seeds, and on the way."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ log = logging.getLogger("sage_fast.studies")
 
 PROGRAM = "python -m studies.demo"
 ABOUT = """\
-What SAGE-GRPO gains in the demo, word by word, how DiffusionNFT compares, and what was tried to gain
-more in the first forty iterations. The model is a tiny HunyuanVideo 1.5 that draws balls, not the
-8.3 B one. The settings were found by a [search](search.md). `python -m studies.demo` writes this
-page from its runs, and makes those that are missing."""
+What SAGE-GRPO gains in the demo, word by word, how DiffusionNFT compares, and what was tried to
+gain more in the first forty iterations. The model is a tiny HunyuanVideo 1.5 that draws balls, not
+the 8.3 B one. The settings were found by a [search](search.md). `python -m studies.demo` writes
+this page from its runs, and makes those that are missing."""
 
 
 def _study(options: argparse.Namespace) -> int:

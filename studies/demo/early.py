@@ -15,7 +15,16 @@ from sage_fast.config.schema import Config
 from sage_fast.data.prompt_order import PromptOrder
 from sage_fast.trainer import Trainer
 from studies.demo.runs import QUICK
-from studies.runs import RANKS, TrainedRun, full_size, planned_flops, shipped, train_runs
+from studies.runs import (
+    RANKS,
+    TrainedRun,
+    full_size,
+    has_left,
+    planned_flops,
+    shipped,
+    train_runs,
+    without_left,
+)
 
 DEMO, NFT, ENDPOINT, HAND_OVER, GROWING, QUARTER, RANK = (
     "demo",
@@ -80,6 +89,11 @@ def seeds(quick: bool) -> list[int]:
     return found[:2] if quick else found
 
 
+def _overlay(arm: str) -> dict[str, Any]:
+    """Return the settings of an arm over its configuration."""
+    return dict(_protocol()["arms"][arm].get("settings", {}))
+
+
 def settings_of(run: str, quick: bool) -> Config:
     """Return the settings of a run by its name."""
     name = Name.parse(run)
@@ -92,9 +106,9 @@ def settings_of(run: str, quick: bool) -> Config:
     }
     return shipped(
         arm["configuration"],
-        _protocol()["base"],
+        without_left(_protocol()["base"]),
         of_length,
-        arm.get("settings", {}),
+        without_left(_overlay(name.arm)),
         QUICK | {"eval.seeds_per_prompt": 2} if quick else {},
         {"seed": name.seed},
     )
@@ -127,15 +141,24 @@ def before_iteration(run: str, trainer: Trainer, index: int) -> None:
 
 def make(folder: Path, *, quick: bool, workers: int) -> dict[str, dict[int, list[TrainedRun]]]:
     """Train the runs that `folder` lacks; return arm -> iterations -> its runs, by seed."""
+    # Short runs are not in the archive.
+    made_here = [arm for arm in arms() if not (quick and has_left(_overlay(arm)))]
     # Seed by seed, so that an interrupted study has whole seeds.
     names = [
         Name(arm, length, seed)
         for seed in seeds(quick)
-        for arm in arms()
+        for arm in made_here
         for length in lengths(arm)
     ]
     settings = {str(name): settings_of(str(name), quick) for name in names}
-    made = train_runs(__name__, settings, folder, quick=quick, workers=workers)
+    made = train_runs(
+        __name__,
+        settings,
+        folder,
+        quick=quick,
+        workers=workers,
+        only_read=[str(name) for name in names if has_left(_overlay(name.arm))],
+    )
     found: dict[str, dict[int, list[TrainedRun]]] = {}
     for name, run in zip(names, made, strict=True):
         found.setdefault(name.arm, {}).setdefault(name.iterations, []).append(run)

@@ -26,6 +26,7 @@ from studies.demo.early import (
     looks,
     margin,
 )
+from studies.demo.titles import TITLES
 from studies.differences import Difference, difference_of_runs, means_by_prompt
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
@@ -36,15 +37,6 @@ from studies.runs import TrainedRun
 PARTS = ("vq", "mq", "ta")
 """Parts of the composite, which every arm is evaluated by, whatever it was trained on."""
 LAST = max(looks())
-TITLES = {
-    DEMO: "SAGE-GRPO",
-    NFT: "DiffusionNFT",
-    ENDPOINT: "SAGE-GRPO, endpoint direction",
-    HAND_OVER: "SAGE-GRPO, hand-over in 20 iterations",
-    GROWING: "SAGE-GRPO, growing batch",
-    QUARTER: "SAGE-GRPO, anchor on a quarter",
-    RANK: "SAGE-GRPO, ranks",
-}
 
 
 def scores_after(run: TrainedRun, iteration: int) -> dict[str, float]:
@@ -318,7 +310,7 @@ def claims(found: Runs, signal: Sequence[Sequence[str]]) -> list[Claim]:
             size=(8.6, height),
         )
 
-    return [
+    all_claims = [
         claim(
             "demo-course",
             "The first forty iterations",
@@ -356,3 +348,6 @@ def claims(found: Runs, signal: Sequence[Sequence[str]]) -> list[Claim]:
             1.6,
         ),
     ]
+    if HAND_OVER not in found:
+        return [each for each in all_claims if each.name != "demo-hand-over"]
+    return all_claims

@@ -11,7 +11,7 @@ from typing import Any
 
 from sage_fast.config.loader import load, read_yaml
 from sage_fast.config.schema import Config
-from studies.runs import TrainedRun, shipped, train_runs
+from studies.runs import TrainedRun, has_left, shipped, train_runs, without_left
 from studies.shapes.world import WORLD_SETTINGS
 from studies.testbed.look import rewards_of_correct_clips
 
@@ -60,7 +60,7 @@ def settings_of(run: str, quick: bool) -> Config:
         read = functools.partial(_over_search, cells()[name])
     else:
         method = NFT if name in (NFT, *variants(NFT)) else SAGE
-        overlay = variants(method)[name] if name != method else {}
+        overlay = without_left(variants(method)[name]) if name != method else {}
         second = _protocol()["second"]
         read = functools.partial(shipped, method, WORLD_SETTINGS, second["base"], overlay)
     if int(seed) in _protocol()["confirmation"]["seeds"]:
@@ -111,7 +111,8 @@ class Made:
 
     def best(self, method: str) -> str:
         """Return the variant of `SAGE` or `NFT` with the highest score in the second search."""
-        return max(variants(method), key=lambda name: score(self.second[name]))
+        made = [name for name in variants(method) if name in self.second]
+        return max(made, key=lambda name: score(self.second[name]))
 
 
 def score(runs: Sequence[TrainedRun]) -> float:
@@ -128,14 +129,25 @@ def make(folder: Path, *, quick: bool, workers: int) -> Made:
             for seed in seeds
             for name in names
         }
-        made = train_runs(__package__ + ".runs", settings, folder, quick=quick, workers=workers)
+        made = train_runs(
+            __package__ + ".runs",
+            settings,
+            folder,
+            quick=quick,
+            workers=workers,
+            only_read=[run for run in settings if run.rpartition("-seed")[0] in gone],
+        )
         return {name: made[i :: len(names)] for i, name in enumerate(names)}
 
+    every = {**variants(SAGE), **variants(NFT)}
+    gone = {name for name, overlay in every.items() if has_left(overlay)}
     first, *others = _protocol()["search"]["seeds"]
     search = train(list(cells()), [first])
     ranked = sorted(search, key=lambda cell: score(search[cell]), reverse=True)
     again = train(ranked[: _protocol()["search"]["best"]], others)
-    second = train([*variants(SAGE), *variants(NFT)], [_protocol()["second"]["seed"]])
+    # Short runs are not in the archive.
+    names = [name for name in every if not (quick and name in gone)]
+    second = train(names, [_protocol()["second"]["seed"]])
     found = Made(
         search={cell: runs + again.get(cell, []) for cell, runs in search.items()},
         second=second,

@@ -80,7 +80,6 @@ REASONS = {
     "parallel/zero.py _MasterStates.padding": PADDED,
     "parallel/zero.py _MasterStates.write": ALWAYS,
     "rewards/composite.py load_rewards": ALWAYS,
-    "rollout/endpoint.py turn_to_endpoints": SETTINGS,
     "rollout/groups.py _layouts": AGREED,  # whether a reward compares, at the start
     "rollout/groups.py _send": AGREED,  # the ranks gather which videos each has
     "rollout/parity.py check_parity": PADDED,
