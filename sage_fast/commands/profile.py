@@ -4,6 +4,7 @@ gradient."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def _measure_signal(options: argparse.Namespace, overrides: Mapping[str, str]) -
         other = load_source("profile", options.against, ungated)
         weights = configs[0].model.weights
         if weights is not None and other.model.weights is None:
-            other = other.replace({"model.weights": weights})
+            model = dataclasses.replace(other.model, weights=weights)
+            other = dataclasses.replace(other, model=model)
         configs.append(other)
 
     from sage_fast.algorithm.trainable import check_trainable
