@@ -303,17 +303,17 @@ class RewardConfig(RewardEntry):
     group and count it as `reward/dropped`. `stop`: stop the run."""
     retries: int = within(1, least=0, most=100)
     """Further calls for a video after one that raised, hung in a worker process, or returned a
-    value that is not finite. Each scores one video."""
+    value that is not finite. Each scores one video, or the whole group where a reward compares."""
     max_dropped: float = within(0.2, least=0, most=1)
     """Largest fraction of dropped samples in an iteration or an evaluation. Above it the run stops
     with a checkpoint."""
     timeout_seconds: float = within(300.0, least=0)
     """Time limit for one call of a reward in worker processes or on a server, which scores up to
-    sampling.batch_size videos, and for starting a worker. A worker that exceeds it is killed and
-    restarted. After twice this time, the videos of a batch that still have no score are dropped.
-    The other ranks wait meanwhile: keep it at or below a tenth of `timeout_minutes`. 0: no limit. A
-    call in the run's own process (workers: 0) has none: nothing can end it but the end of the
-    run."""
+    sampling.batch_size videos or a group that is compared, and for starting a worker. A worker that
+    exceeds it is killed and restarted. After twice this time, the videos of a batch that still have
+    no score are dropped. The other ranks wait meanwhile: keep it at or below a tenth of
+    `timeout_minutes`. 0: no limit. A call in the run's own process (workers: 0) has none: nothing
+    can end it but the end of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

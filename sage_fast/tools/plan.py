@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.iteration_plan import plan_iteration, share_of
+from sage_fast.algorithm.iteration_plan import assign_groups, plan_iteration, share_of
 from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.engines import ENGINES
@@ -31,6 +32,7 @@ from sage_fast.models.trainable import meta_policy
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import Fit, Fitting
 from sage_fast.parallel.stored_rollouts import stored_rollouts
+from sage_fast.rewards.comparing import comparing_keys
 from sage_fast.rewards.load import reward_bytes
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.captions import PromptKey
@@ -80,6 +82,24 @@ class Evaluations:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """What it takes to bring the videos of each group to one rank, where rewards compare them.
+
+    Attributes:
+        rewards: names of the rewards.
+        groups: groups of an iteration.
+        sent: bytes of videos that the ranks send each other in an iteration.
+        in_host_memory: bytes of videos on the rank with the most, with a copy of the group that is
+            being scored.
+    """
+
+    rewards: list[str]
+    groups: int
+    sent: float
+    in_host_memory: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The numbers that `format_plan` prints.
 
@@ -115,6 +135,7 @@ class Plan:
         copies: part -> bytes of streamed blocks that an iteration copies to the GPU with the most
             work.
         parked: what is on a GPU only while it is used.
+        gathering: of videos that rewards compare; None if none does.
     """
 
     parameters: int
@@ -144,6 +165,7 @@ class Plan:
     streamed: int
     copies: dict[str, float]
     parked: list[str]
+    gathering: Gathering | None
 
     @property
     def together(self) -> float:
@@ -168,6 +190,7 @@ def plan(
     gpu_memory: float = 80e9,
     chosen: CheckpointPlan | None = None,
     rewards: Mapping[str, float | None] | None = None,
+    comparing: Sequence[str] = (),
 ) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.
 
@@ -180,6 +203,7 @@ def plan(
         gpu_memory: bytes of a GPU, for which `auto` chooses.
         chosen: what a run recomputes; by default what fits.
         rewards: setting and name of a reward -> its bytes on each GPU, or None if it does not say.
+        comparing: names of the rewards that compare the videos of a group.
     """
     spec = spec or _spec_of(config.model.path)
     rewards = rewards or {}
@@ -235,6 +259,7 @@ def plan(
         streamed=fit.streamed,
         copies=_copies(config, forwards, busiest, fit.sizes.forward),
         parked=[*parked],
+        gathering=_gathering(resolved, comparing, ranks),
     )
 
 
@@ -347,6 +372,38 @@ def _forwards(resolved: ResolvedConfig, ranks: int) -> tuple[dict[str, int], flo
         longest += config.sampling.passes * max(each.rollouts.count(share) for share in each.shares)
     total = sum(of["rollout"] for of in counts)
     return means, longest / total
+
+
+def _gathering(resolved: ResolvedConfig, rewards: Sequence[str], ranks: int) -> Gathering | None:
+    """Count the videos of the first iteration that rewards compare."""
+    if not rewards:
+        return None
+    config = resolved.config
+    size, sharing = config.train.group_size, config.model.sequence_parallel
+    planned = plan_iteration(resolved, [PromptKey("")], lambda prompt: 1, 0, ranks=ranks // sharing)
+    rank_of = {}
+    for data_rank, share in enumerate(planned.shares):
+        for row, number in enumerate(share):
+            # the ranks of a sequence group decode chunks in turn
+            turn = row // config.sampling.batch_size % sharing
+            rank_of[number] = data_rank * sharing + turn
+
+    holders = []
+    for first in range(0, config.train.samples, size):
+        holders.append([rank_of[number] for number in range(first, first + size)])
+    targets = assign_groups(holders)
+    sent = sum(size - of_group.count(target) for of_group, target in zip(holders, targets))
+    held, compared = Counter(rank_of.values()), Counter(targets)
+    most = max(max(held[rank], size * compared[rank]) for rank in held)
+
+    sampling = config.sampling
+    video = 3.0 * sampling.num_frames * sampling.height * sampling.width
+    return Gathering(
+        rewards=list(rewards),
+        groups=len(targets),
+        sent=sent * video,
+        in_host_memory=(most + size) * video,
+    )
 
 
 def _evaluations(
@@ -510,7 +567,11 @@ def plan_of_run(config: Config, spec: Spec, *, ranks: int, gpu_memory: float) ->
         config, eval=dataclasses.replace(config.eval, num_prompts=evaluated)
     )
     sizes = reward_sizes(config.named_rewards)
-    return plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
+    entries = config.reward.keyed_entries
+    comparing = [entries[key].name for key in comparing_keys(config.reward)]
+    return plan(
+        config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes, comparing=comparing
+    )
 
 
 def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:

@@ -77,6 +77,7 @@ def format_cpu_plan(plan: Plan, reward: float = 0.0) -> str:
         *(_line(part, format_bytes(size)) for part, size in memory.items()),
         _line("together", format_bytes(sum(memory.values()))),
         "  Not counted: Python and PyTorch themselves.",
+        *_format_gathering(plan),
         "",
         *_format_disk(plan),
     ]
@@ -108,6 +109,7 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         f"{plan.gpu_memory / 2**30:.2f} GiB of a card of {plan.gpu_memory / 1e9:g} GB",
         wrapped(f"Not counted: {', '.join(plan.uncounted)}.", first="  ", rest="    "),
         *in_host_memory,
+        *_format_gathering(plan),
         "",
         *_format_disk(plan),
     ]
@@ -161,6 +163,20 @@ def _format_model(plan: Plan) -> list[str]:
         _line("trained parameters", _count(plan.trainable)),
         _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
         _line("tokens of a video", f"{plan.tokens:,}"),
+    ]
+
+
+def _format_gathering(plan: Plan) -> list[str]:
+    """Format what it takes to compare the videos of a group on one rank; nothing if none are."""
+    gathering = plan.gathering
+    if gathering is None:
+        return []
+    groups = counted(gathering.groups, "group")
+    return [
+        "",
+        f"videos gathered by group for {', '.join(gathering.rewards)}: {groups} an iteration",
+        _line("sent between ranks in an iteration", format_bytes(gathering.sent)),
+        _line("host memory of each rank, for videos", format_bytes(gathering.in_host_memory)),
     ]
 
 
