@@ -15,11 +15,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.loader import load
@@ -135,8 +136,27 @@ RANKS: dict[str, dict[str, Any]] = {
         "train.ema_decay": 0.5,
         "train.optimizer_steps": 2,
     },
+    "compared": {
+        "reward.name": f"{Path(__file__).parent.parent}/tests.golden_matrix:ComparedLevels",
+        "reward.weights": "{vq: 1}", "eval.seeds_per_prompt": 2,
+    },
 }  # fmt: skip
 """Case -> settings over configs/recipes/paper.yaml, on two ranks."""
+
+
+class Levels:
+    """Brightness of each video at 8 bits, summed in float64 and apart from the others: the same in
+    any batch."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        levels = (videos.float().clamp(0, 1) * 255).round() / 255
+        return {"vq": torch.stack([video.double().mean() for video in levels])}
+
+
+class ComparedLevels(Levels):
+    """The same of all videos of a prompt."""
+
+    compares_group = True
 
 
 def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:
@@ -155,8 +175,8 @@ def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:
     return f"{metrics.hexdigest()[:16]} {weights.hexdigest()[:16]}"
 
 
-def tiny(overrides: dict[str, Any]) -> str:
-    trainer = tiny_trainer(settings(**FRAMES | overrides))
+def tiny(overrides: dict[str, Any], reward: Any = None) -> str:
+    trainer = tiny_trainer(settings(**FRAMES | overrides), reward)
     return digest([trainer.iteration(index) for index in range(2)], trainer)
 
 
@@ -218,6 +238,9 @@ def _on_a_rank(folder: Path, name: str) -> None:
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:
     for name, overrides in TINY.items():
         yield name, lambda overrides=overrides: tiny(overrides)
+    of_levels = {"reward__weights": {"vq": 1.0}}
+    yield "levels", lambda: tiny(of_levels, Levels())
+    yield "compared", lambda: tiny(of_levels, ComparedLevels())
     for name, (file, overrides) in LOADED.items():
         yield name, lambda file=file, overrides=overrides: loaded(file, overrides)
     for version, name in itertools.product(WAN_SIZES, WAN):

@@ -6,6 +6,7 @@ trees to the bit.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,33 @@ def test_the_matrix_sees_what_changes_and_nothing_else() -> None:
     )
     assert plain == offloaded
     assert not set(plain.split()) & set(other.split())
+
+
+def test_a_reward_that_compares_trains_as_one_that_gives_the_same_scores() -> None:
+    """To the bit, whichever way the scores came."""
+    known = dict(golden_matrix.cases())
+    assert known["levels"]() == known["compared"]()
+
+
+def test_advantages_of_places_are_those_of_own_sums() -> None:
+    """A group of three places, 0 to 2: (place - 1) / (sqrt(2 / 3) + eps), in float64."""
+
+    class Places(golden_matrix.ComparedLevels):
+        def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+            values = super().score(videos, prompts)["vq"]
+            return {"vq": values, "place": values.argsort().argsort().double()}
+
+    trainer = tiny_trainer(settings(reward__weights={"place": 1.0}), Places())
+    batch, scores = trainer.rollout(trainer.plan(0))
+    found, kept = trainer.advantages(batch, scores)
+    expected = []
+    for group in scores.parts["vq"].view(-1, 3).tolist():
+        for value in group:
+            place = sum(other < value for other in group)
+            expected.append((place - 1) / (math.sqrt(2 / 3) + 1e-6))
+    assert batch.numbers == sorted(batch.numbers)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    assert kept == [True for _ in expected]
 
 
 if __name__ == "__main__":
