@@ -44,7 +44,7 @@ from sage_fast.parallel.optimizers import learning_rate
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
-from sage_fast.rollout.groups import Group, compare_groups, gather_groups
+from sage_fast.rollout.groups import compare_groups, gather_groups, grouped
 from sage_fast.rollout.idle import IdleForwards
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
@@ -88,18 +88,6 @@ class TrainerHooks:
 
     def after_update(self, number: int) -> None:
         """Called after an optimizer step."""
-
-
-def _groups(plan: IterationPlan) -> list[Group]:
-    """Return the groups of an iteration, as rewards compare them."""
-    numbers: dict[int, list[int]] = {}
-    for number, sample in enumerate(plan.samples):
-        numbers.setdefault(sample.group, []).append(number)
-    groups = []
-    for of_group in numbers.values():
-        first = plan.samples[of_group[0]]
-        groups.append(Group(of_group, first.prompt, derive_seed(first.seed, "comparison")))
-    return groups
 
 
 class Trainer:
@@ -290,11 +278,7 @@ class Trainer:
             batch.videos = scorer.videos
             compared = None
             if self.reward.compares_group:
-                held = {batch.numbers[row]: video for row, video in scorer.held.items()}
-                with watch.waiting():
-                    groups = gather_groups(_groups(plan), held)
-                with fail_together(), watch("reward"):
-                    compared = compare_groups(self.reward, groups, held)
+                compared = self._compare(plan, scorer)
             with watch.waiting():
                 scores = gather_checked(self.reward, batch.numbers, local, compared)
             if self.objective.scores_noised:
@@ -318,6 +302,23 @@ class Trainer:
                 for name, value in found.metrics.items():
                     self.observer.metrics.set(name, value)
         return batch, scores
+
+    def _compare(self, plan: IterationPlan, scorer: VideoScorer) -> tuple[list[int], Scores]:
+        """Bring the videos of each group to one rank, and score this rank's groups by the rewards
+        that compare; return the numbers of their samples, and their scores. Collective."""
+        samples = plan.samples
+        groups = grouped(
+            [sample.group for sample in samples],
+            [sample.prompt for sample in samples],
+            [sample.seed for sample in samples],
+        )
+        numbers = plan.shares[data_rank()]
+        held = {numbers[row]: scorer.held.pop(row) for row in list(scorer.held)}
+        watch = self.observer.watch
+        with watch.waiting():
+            own = gather_groups(groups, held)
+        with fail_together(), watch("reward"):
+            return compare_groups(self.reward, own, held)
 
     def _batch(self, plan: IterationPlan) -> Batch:
         """Prepare this rank's samples: their conditions, and room for the trajectories."""

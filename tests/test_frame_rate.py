@@ -124,9 +124,8 @@ def test_a_request_has_the_rate_where_it_is_known() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_reward_takes_the_rate_or_has_a_reason(name: str) -> None:
-    args = {"vlm": {"url": "http://127.0.0.1:1", "model": "m"}, "videoalign": {"path": "x"}}.get(
-        name, {}
-    )
+    served = {"url": "http://127.0.0.1:1", "model": "m"}
+    args = {"vlm": served, "vlm-pairs": served, "videoalign": {"path": "x"}}.get(name, {})
     kind, _ = find_reward(RewardEntry(name=name, args=args), "reward.name")
     taken = inspect.signature(
         score_of(kind) if score_of(kind) is not kind else kind.__call__

@@ -14,7 +14,7 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.loading import Setup
 from sage_fast.models.interface import pass_lengths
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
-from sage_fast.rollout.groups import Group, HeldVideo, compare_groups, gather_groups
+from sage_fast.rollout.groups import Group, HeldVideo, compare_groups, gather_groups, grouped
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import as_bytes, gather_checked
 from sage_fast.util.captions import PromptKey
@@ -270,18 +270,13 @@ def _groups(prompts: Sequence[PromptKey], seeds: Sequence[int]) -> list[Group]:
     Raises:
         UserError: a prompt has a single video.
     """
-    numbers: dict[PromptKey, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        numbers.setdefault(prompt, []).append(number)
-    groups = []
-    for prompt, of_prompt in numbers.items():
-        if len(of_prompt) < 2:
+    groups = grouped(prompts, prompts, seeds)
+    for group in groups:
+        if len(group.numbers) < 2:
             raise UserError(
-                f"1 video of {str(prompt)!r}: expected at least 2 of each prompt, since a reward "
-                "compares them"
+                f"1 video of {str(group.prompt)!r}: expected at least 2 of each prompt, since a "
+                "reward compares them"
             )
-        seed = derive_seed(seeds[of_prompt[0]], "comparison")
-        groups.append(Group(of_prompt, prompt, seed))
     return groups
 
 

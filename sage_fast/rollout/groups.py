@@ -6,7 +6,7 @@ their group are sent, as uint8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import all_gather_object, exchange, rank, world_size
+from sage_fast.util.seeding import derive_seed
 
 
 class Group(NamedTuple):
@@ -59,12 +60,31 @@ class Layout(NamedTuple):
     fps: float | None
 
 
+def grouped(
+    keys: Sequence[Hashable], prompts: Sequence[PromptKey], seeds: Sequence[int]
+) -> list[Group]:
+    """Return the groups of an iteration or an evaluation: the videos with the same key.
+
+    Args:
+        keys: of all videos, by their numbers; `prompts` and `seeds` likewise.
+    """
+    numbers: dict[Hashable, list[int]] = {}
+    for number, key in enumerate(keys):
+        numbers.setdefault(key, []).append(number)
+    groups = []
+    for of_group in numbers.values():
+        first = of_group[0]
+        groups.append(Group(of_group, prompts[first], derive_seed(seeds[first], "comparison")))
+    return groups
+
+
 def gather_groups(groups: Sequence[Group], held: dict[int, HeldVideo]) -> list[Group]:
     """Bring the videos of each group to one rank; return the groups of this rank. Collective.
 
     Args:
         groups: all groups, the same on every rank.
-        held: number -> video, of those that are on this rank; afterwards those of its groups.
+        held: number -> video, of those that are on this rank; afterwards those of its groups. What
+            is sent leaves it.
 
     Raises:
         UserError: on all ranks, if the videos of a group differ in shape or rate.

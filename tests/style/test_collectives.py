@@ -114,6 +114,7 @@ REASONS = {
     "run/weights.py save_weights": LAYOUT,
     "tools/node_check.py _rates": ALWAYS,
     "tools/phases.py profile_iteration": ALWAYS,
+    "trainer.py Trainer._compare": AGREED,  # whether a reward compares, at the start
     "trainer.py Trainer.rollout": ALWAYS,
     "trainer.py Trainer.update": PADDED,
     "util/meters.py Metrics._over_ranks": ALWAYS,

@@ -96,7 +96,7 @@ class VLMPairsReward(ChatClient):
             raise UserError(f"concurrent = {concurrent}: expected at least 1")
         self.opponents = opponents
         self.concurrent = concurrent
-        self.template = read_template(template, TEMPLATES, "vlm-pairs")
+        self.template = read_template(template, TEMPLATES, "vlm_pairs")
         self.parts = [part_of(name) for name in _LINE.findall(self.template)]
         check_template(template, self.template, self.parts, "Name Winner (1, 2 or tie): X")
 
