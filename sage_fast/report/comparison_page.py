@@ -87,7 +87,8 @@ def read_sets(
 
 
 def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
-    """Print the table of runs, finished or not, and of folders of videos; write `comparison.html`.
+    """Print the table of runs, finished or not, and of folders of videos; write it as
+    `comparison.md`, and with videos and curves as `comparison.html`.
 
     Args:
         sources: label -> run folder or folder of videos.
@@ -122,6 +123,7 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
+    write_atomic(folder / "comparison.md", f"{found.text}\n")
     page = folder / "comparison.html"
     _write_page(
         page,

@@ -252,21 +252,36 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
         UserError: there is no such reward, an argument is unknown or missing, or a folder or file
             is missing.
     """
-    reward, args = find_reward(entry, key)
+    sources = reward_sources(entry, key)
     if entry.is_address or entry.name in CLIENTS:  # it loads nothing and opens no connection
         load_reward(entry, key)
-    files = getattr(reward, "files", {}) if isinstance(reward, type) else {}
     notes = []
-    for name, patterns in files.items():
-        source = args.get(name, inspect.signature(reward).parameters[name].default)
-        if source is None:
-            continue
+    for name, (source, patterns) in sources.items():
         setting = f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
         as_written = str(entry.args.get(name, source))  # with ${NAME}, not its value
-        note = _check_files(str(source), as_written, patterns, setting)
+        note = _check_files(source, as_written, patterns, setting)
         if note is not None:
             notes.append(note)
     return notes
+
+
+def reward_sources(
+    entry: RewardEntry, key: str = "reward.name"
+) -> dict[str, tuple[str, Sequence[str]]]:
+    """Return argument -> the folder or hub id that it names, and patterns of files in it, by the
+    `files` of the reward's class.
+
+    Raises:
+        UserError: as `find_reward`.
+    """
+    reward, args = find_reward(entry, key)
+    files = getattr(reward, "files", {}) if isinstance(reward, type) else {}
+    found = {}
+    for name, patterns in files.items():
+        source = args.get(name, inspect.signature(reward).parameters[name].default)
+        if source is not None:
+            found[name] = (str(source), patterns)
+    return found
 
 
 def reward_bytes(entry: RewardEntry, key: str = "reward.name") -> float | None:
