@@ -31,6 +31,7 @@ FULL = {
     "test_environment.py",
     "test_examples.py",
     "test_export.py",
+    "test_first_real_run.py",
     "test_flash4_kit.py",
     "test_flops.py",
     "test_frame_rate.py",
