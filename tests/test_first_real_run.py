@@ -25,6 +25,7 @@ from sage_fast.config.loader import load
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from scripts import first_real_run, first_real_run_page
+from tests.test_docs import blocks, commands
 from tests.test_readme import between, planned
 from tests.tiny_checkpoint import tiny_transformer, write_tiny_checkpoint
 from tests.tiny_rewards import published_weights, write_clip, write_qwen2_vl, write_video_reward
@@ -324,6 +325,22 @@ def test_the_page_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     least, unit, most = re.fullmatch(r"(\S+) (\S+) to (\S+) \S+", row[0]).groups()  # type: ignore[union-attr]
     assert between(text, "all of the run") == f"{least} to {most} {unit}"
     assert between(text, "GPU-hours") == row[1]
+    (whole,) = re.findall(r"^  together +(\S+) h to (\S+) h ", page, re.M)
+    index = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
+    (line,) = (line for line in index.splitlines() if "(tutorials/first-real-run.md)" in line)
+    assert f"{whole[0]} to {whole[1]} hours by the plan" in line
+
+
+def test_the_calls_on_the_page_name_steps_in_their_order() -> None:
+    """Together the calls for a cluster are all steps, as the script knows them."""
+    page = REPOSITORY / "docs" / "tutorials" / "first-real-run.md"
+    (names,) = re.findall(r"^STEPS=\((.*)\)$", SCRIPT.read_text(encoding="utf-8"), re.M)
+    called = []
+    for words in (words for block in blocks(page) for words in commands(block)):
+        if words[0] == "scripts/first_real_run.sh":
+            assert words[1] == "runs/real"
+            called += words[2:]
+    assert called == names.split()
 
 
 def test_downloads_are_those_that_no_folder_holds(tmp_path: Path) -> None:
