@@ -28,6 +28,7 @@
 #   USED_AT=6      guidance scale at which the base model is used; the base is scored at it too
 #   CONFIG         configuration (configs/hunyuanvideo15-480p.yaml)
 #   PYTHON         Python that has sage-fast (that of .venv, else python3)
+# shellcheck disable=SC2329 # traps and steps are called by their names
 set -euo pipefail
 
 root=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")")
@@ -105,8 +106,11 @@ fi
 mkdir -p -- "$folder/done"
 exec 9> "$folder/lock"
 flock --nonblock 9 || refuse "$folder is in use by another call, or by a command that outlived one"
-printf '%s\n' "$config" "$home" "${settings[@]}" > "$kept.partial"
-mv -- "$kept.partial" "$kept"
+now=$(printf '%s\n' "$config" "$home" "${settings[@]}")
+if [[ ! -f $kept || $now != "$(< "$kept")" ]]; then
+    printf '%s\n' "$now" > "$kept.partial" || refuse "cannot write $kept, for the reason above"
+    mv -- "$kept.partial" "$kept"
+fi
 cd -- "$home" # to which the paths in the settings are relative
 of_train=("${RUN_SETTINGS[@]}" --data.embedding_cache "$folder/embeddings" "${settings[@]}")
 
@@ -129,7 +133,7 @@ done
 at_exit() {
     local status=$?
     ((status == 0)) || [[ -z $step ]] ||
-        say "$step ended with status $status; the same command again goes on from here" >&2
+        say "$step ended with status $status, for the reason above; the same command again goes on from here" >&2
 }
 trap at_exit EXIT
 
@@ -236,23 +240,31 @@ step_export() {
 # -- all of it -----------------------------------------------------------------------------------------------------
 
 # Find missing GPUs before anything is downloaded.
-for wanted in "${asked[@]}"; do
-    [[ $wanted =~ ^(doctor|embed|base|signal|train)$ ]] || continue
-    if ((gpus)) && ! is_finished "$wanted"; then
-        helper gpus "$config" --gpus "$gpus"
-        break
-    fi
-done
+find_gpus() {
+    local wanted
+    for wanted in "${asked[@]}"; do
+        if ((gpus)) && [[ $wanted =~ ^(doctor|embed|base|signal|train)$ ]] && ! is_finished "$wanted"; then
+            helper gpus "$config" --gpus "$gpus"
+            return
+        fi
+    done
+}
 
-for step in "${asked[@]}"; do
-    # A run needs no network.
-    [[ $step == fetch || ! -e $folder/done/fetch ]] || export HF_HUB_OFFLINE=1
-    if is_finished "$step"; then
-        say "$step: done before"
-    else
-        say "$step"
-        "step_$step"
-    fi
-    [[ $step != signal ]] || helper signal "$config" "${of_train[@]}" --folder "$folder"
-done
-say "done: $folder"
+main() {
+    find_gpus
+    for step in "${asked[@]}"; do
+        # A run needs no network.
+        [[ $step == fetch || ! -e $folder/done/fetch ]] || export HF_HUB_OFFLINE=1
+        if is_finished "$step"; then
+            say "$step: done before"
+        else
+            say "$step"
+            "step_$step"
+        fi
+        [[ $step != signal ]] || helper signal "$config" "${of_train[@]}" --folder "$folder"
+    done
+    say "done: $folder"
+    exit # in a function: bash reads no more of this file, which may change in the hours of a run
+}
+
+main

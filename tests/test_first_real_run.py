@@ -128,7 +128,7 @@ class Caller:
         assert process.wait(timeout=600) == 128 + by, self.screen.read_text()
         said = self.screen.read_text()
         step = words[1]
-        assert f"{step} ended with status {128 + by}; the same command again goes on" in said
+        assert f"{step} ended with status {128 + by}, for the reason above" in said
         return said
 
 
@@ -150,7 +150,7 @@ def test_from_the_download_to_the_lora_with_its_card(call: Caller) -> None:
     unreachable.write_text("KwaiVGI/VideoReward")
     said = call(folder.name, "fetch", *SMALL, status=1)
     assert "No space left on device" in said
-    assert "fetch ended with status 1; the same command again goes on from here" in said
+    assert "fetch ended with status 1, for the reason above; the same command again goes" in said
     unreachable.unlink()
     call(folder.name, "fetch")
     asked = (call.hub / "log").read_text().splitlines()
