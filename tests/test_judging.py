@@ -636,7 +636,9 @@ def test_compare_lays_runs_over_each_other(
         file.write('{"iteration": 12, "rew')  # a row that is being written
     out = tmp_path / "out"
     assert main(["compare", str(one), str(two), str(running), "--folder", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(out / "comparison.html")
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == str(out / "comparison.html")
+    assert said.endswith(f"{(out / 'comparison.md').read_text()}{out / 'comparison.html'}\n")
     page = (out / "comparison.html").read_text()
     assert '<th scope="col">videos / prompts</th>' in page
     assert page.count("<td>5 / 5</td>") == 2 * 3, "each row says how many videos and prompts it has"
