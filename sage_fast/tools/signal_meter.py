@@ -493,9 +493,10 @@ def format_signal(result: Mapping[str, Any]) -> str:
         f"{counted(result['iterations'], 'iteration')} without an update, at {weights}",
         "",
     ]
-    lines.append(f"{'':<33}" + "".join(f"{label:>26}" for label in columns))
+    width = max(26, *(2 + len(label) for label in columns))  # two spaces between long labels
+    lines.append(f"{'':<33}" + "".join(f"{label:>{width}}" for label in columns))
     for row in next(iter(columns.values())):
-        lines.append(f"{row:<33}" + "".join(f"{cell(of[row]):>26}" for of in columns.values()))
+        lines.append(f"{row:<33}" + "".join(f"{cell(of[row]):>{width}}" for of in columns.values()))
     if result["cosine"] is not None:
-        lines.append(f"{'cosine of the two gradients':<33}{cell(result['cosine']):>26}")
+        lines.append(f"{'cosine of the two gradients':<33}{cell(result['cosine']):>{width}}")
     return "\n".join([*lines, "± is one standard error; the seconds are without the optimizer's"])
