@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.util.errors import RunError
 from studies import page, runs
+from studies.demo import early
 from studies.demo import runs as demo
 from studies.differences import Difference, holm
 from studies.finding import KINDS, Claim, Finding, Material, corrected
@@ -441,7 +442,7 @@ def test_the_archived_runs_are_those_of_the_settings_as_they_are(
         "reproduce": training.settings_of,
         "race": race.settings_of,
         "search": search.settings_of,
-        "demo": demo.settings_of,
+        "demo": lambda run, quick: (early if "-it" in run else demo).settings_of(run, quick),
     }[study]
     left = [*training._protocol()["archived"], *search._protocol()["archived"]]
     (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(
