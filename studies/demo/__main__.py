@@ -38,7 +38,9 @@ def _study(options: argparse.Namespace) -> int:
     every = made | early.by_label(on_the_way)
     provenance = facts(every, f"{PROGRAM} --quick" if options.quick else PROGRAM)
     material = Material(quick=options.quick, runs=every)
-    claims = findings.claims(made, correct) + early_findings.claims(on_the_way, signal.table())
+    claims = findings.claims(made, correct) + early_findings.claims(
+        on_the_way, signal.table(), signal.about()
+    )
     text = runs.protocol_text()
     print(page.write_study(claims, material, folder, ABOUT, provenance, text, title="The demo"))
     return 0

@@ -31,12 +31,37 @@ def table() -> list[Sequence[str]]:
     """Return a row for each configuration at each of the weights."""
     heading = ("at", "runs", *ROWS)
     rows: list[Sequence[str]] = [heading]
-    for weights, about in WEIGHTS.items():
-        for arm, (other, label) in CONFIGURATIONS.items():
-            signal = _signal(f"{weights}-{other}")
-            of_label = signal.get(label) or next(iter(signal.values()))
-            rows.append((about, TITLES[arm], *(_cell(of_label[row]) for row in ROWS)))
+    for weights, what in WEIGHTS.items():
+        for arm in CONFIGURATIONS:
+            of_arm = _row(weights, arm)
+            rows.append((what, TITLES[arm], *(_cell(of_arm[row]) for row in ROWS)))
     return rows
+
+
+def about() -> str:
+    """Return what the table says of the endpoint direction, and of the weights after training."""
+    raw, muon, adamw = (_value("base", ENDPOINT, row) / _value("base", DEMO, row) for row in ROWS)
+    left = max(
+        _value("40", arm, row) / _value("base", arm, row) for arm in CONFIGURATIONS for row in ROWS
+    )
+    return (
+        f"At the base the endpoint direction has {raw:.1f} times the demo's ratio, but only "
+        f"{muon:.1f} times of what Muon makes of the gradients, which trains these runs, and "
+        f"{adamw:.1f} times of what AdamW makes of them. After 40 iterations of the demo each "
+        f"ratio is at most {left:.2f} of the base's."
+    )
+
+
+def _value(weights: str, arm: str, row: str) -> float:
+    return float(_row(weights, arm)[row]["value"])
+
+
+def _row(weights: str, arm: str) -> Mapping[str, Any]:
+    """Return row -> cell of an arm at some weights."""
+    other, label = CONFIGURATIONS[arm]
+    signal = _signal(f"{weights}-{other}")
+    # The label of the demo is its checkpoint's where it was trained.
+    return signal.get(label) or next(iter(signal.values()))
 
 
 def _signal(name: str) -> Mapping[str, Any]:
