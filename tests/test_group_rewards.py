@@ -4,6 +4,7 @@ rewards that score each video alone, and on ranks that share a group."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -586,8 +587,9 @@ def test_the_rank_that_compares(holders: list[list[int]], ranks: list[int]) -> N
 
 
 def test_the_plan_counts_the_videos_that_are_sent() -> None:
-    """9 samples on 2 ranks: 5 and 4, so that one group of 3 lies on both."""
-    config = settings(train__prompts_per_iteration=3, train__group_size=3, sampling__batch_size=1)
+    """9 samples on 2 ranks: 5 and 4, so that one group of 3 lies on both; in batches of one, which
+    go to the ranks in turn, each group does."""
+    config = settings(train__prompts_per_iteration=3, train__group_size=3)
     video = 3 * 9 * 32 * 32
     assert plan(config).gathering is None
     on_one = plan(config, comparing=["r"]).gathering
@@ -598,6 +600,10 @@ def test_the_plan_counts_the_videos_that_are_sent() -> None:
     assert on_two is not None
     assert (on_two.groups, on_two.sent) == (3, video)
     assert on_two.in_host_memory == (6 + 3) * video
+    in_turn = dataclasses.replace(config.sampling, batch_size=1)
+    by_one = plan(dataclasses.replace(config, sampling=in_turn), comparing=["r"], ranks=2).gathering
+    assert by_one is not None
+    assert by_one.sent == 3 * video
     in_sequence = plan(
         settings(
             train__prompts_per_iteration=1,
