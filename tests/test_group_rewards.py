@@ -156,11 +156,49 @@ def test_a_class_an_instance_or_a_function_says_so() -> None:
         Relative().score,
         ranks,
         functools.partial(ranks),
+        functools.partial(Relative().score),
         Late(),
     ):
         assert compares_group(reward), reward
     for reward in (alone, Late, functools.partial(alone), BrightnessReward()):
         assert not compares_group(reward), reward
+
+
+def test_what_a_reward_says_of_itself_stands_above_what_it_calls() -> None:
+    class Alone:
+        compares_group = False
+
+        def __init__(self) -> None:
+            self.func = Relative()
+
+        def score(self, videos: Tensor, prompts: list[str]) -> Tensor:
+            return self.func.score(videos[:, None], prompts)["value"]
+
+    assert not compares_group(Alone())
+    assert not compares_group(Alone().score)
+
+
+@pytest.mark.parametrize("said", [1, "yes", torch.tensor(True), lambda self: True])
+def test_a_reward_that_says_neither_true_nor_false_is_refused(said: Any) -> None:
+    """Such a reward would be given videos one by one."""
+    kind = type("Unclear", (Relative,), {"compares_group": said})
+    with pytest.raises(UserError, match=r"compares_group = .* of Unclear: expected True or False"):
+        CompositeReward(kind(), RewardConfig(name="my:Unclear", weights={"place": 1.0}))
+
+
+def test_an_attribute_that_an_object_makes_up_says_nothing() -> None:
+    class Proxy:
+        def __getattr__(self, name: str) -> object:
+            return print
+
+    class OfInstances:
+        @property
+        def compares_group(self) -> bool:
+            return True
+
+    assert not compares_group(Proxy())
+    assert not compares_group(OfInstances)
+    assert compares_group(OfInstances())
 
 
 @pytest.mark.parametrize("how", WHERE)

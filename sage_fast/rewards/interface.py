@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.util.captions import PromptKey
+from sage_fast.util.errors import UserError
 
 Metadata = Mapping[str, Any]
 """The further keys of a prompt's record in a JSON-lines file."""
@@ -45,10 +48,32 @@ class Reward(Protocol):
 
 
 def compares_group(reward: object) -> bool:
-    """Whether a reward compares the videos of a group: it, its instance or its function has an
-    attribute `compares_group` that is True."""
-    owners = [reward, getattr(reward, "__self__", None), getattr(reward, "func", None)]
-    return any(getattr(owner, "compares_group", False) is True for owner in owners)
+    """Whether a reward compares the videos of a group: by its attribute `compares_group`.
+
+    A method without one goes by its instance, and a `functools.partial` by what it calls. What a
+    class leaves to its instances is not known of the class.
+
+    Raises:
+        UserError: the attribute is neither True nor False.
+    """
+    said = getattr(reward, "compares_group", None)
+    if isinstance(said, bool):
+        return said
+    if isinstance(reward, functools.partial):
+        return compares_group(reward.func)
+    if inspect.ismethod(reward):
+        return compares_group(reward.__self__)
+
+    is_left_to_instances = isinstance(reward, type) and hasattr(said, "__get__")
+    # Some objects make up any attribute.
+    is_there = inspect.getattr_static(reward, "compares_group", None) is not None
+    if is_there and not is_left_to_instances:
+        kind = reward.__name__ if isinstance(reward, type) else type(reward).__name__
+        raise UserError(
+            f"compares_group = {said!r:.80} of {kind}: expected True or False; True if each call "
+            "needs all videos of a prompt"
+        )
+    return False
 
 
 def in_unit_range(videos: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -86,14 +87,15 @@ class VLMPairsReward(ChatClient):
         extra_body: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(url, model, num_frames, api_key, extra_body)
-        if opponents is not None and (opponents < 2 or opponents % 2):
-            nearest = max(2, opponents + 1)
+        is_whole = isinstance(opponents, int)
+        if opponents is not None and (not is_whole or opponents < 2 or opponents % 2):
+            nearest = max(2, 2 * math.ceil(opponents / 2))
             raise UserError(
                 f"opponents = {opponents}: expected an even number from 2 on, such as {nearest}, "
                 "or null for all"
             )
-        if concurrent < 1:
-            raise UserError(f"concurrent = {concurrent}: expected at least 1")
+        if not isinstance(concurrent, int) or concurrent < 1:
+            raise UserError(f"concurrent = {concurrent}: expected a whole number from 1 on")
         self.opponents = opponents
         self.concurrent = concurrent
         self.template = read_template(template, TEMPLATES, "vlm_pairs")
