@@ -264,6 +264,26 @@ def test_a_further_call_that_fails_leaves_what_the_first_one_scored() -> None:
     assert scores.rewards.isnan().tolist() == [False, True, False, False]
 
 
+def test_an_answer_that_lacks_more_scores_does_not_replace_the_one_before() -> None:
+    """Nor does it leave a part that only the other call returned."""
+
+    class Worsens(Relative):
+        def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+            parts = super().score(videos, prompts)
+            parts["place"][1:2] = torch.nan
+            if len(self.seen) == 3:
+                parts["place"][:3] = torch.nan
+                parts["extra"] = torch.zeros(len(prompts))
+            return parts
+
+    config = RewardConfig(name="my:Worsens", weights={"place": 1.0})
+    reward = CompositeReward(Worsens(), config)
+    reward.check(SMALL, [CAT])
+    scores = reward.compare(GROUP, CAT).result()
+    assert scores.rewards.isnan().tolist() == [False, True, False, False]
+    assert "extra" not in scores.parts
+
+
 def test_a_failure_may_stop_the_run() -> None:
     with (
         reached("inline", "raise", on_failure="stop") as reward,

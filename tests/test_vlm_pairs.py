@@ -239,6 +239,19 @@ def test_a_video_without_a_pair_has_no_score(model: Model) -> None:
     assert (scores.dropped, scores.retried) == (4, 4)
 
 
+def test_a_model_that_fails_later_takes_no_scores_away(model: Model) -> None:
+    """The group is asked about again for one video without scores, and then nothing is answered."""
+
+    def worsens(first: int, second: int) -> str:
+        fails = 200 in (first, second) or len(model.asked) > 12
+        return "Hm." if fails else by_brightness(first, second)
+
+    model.answer = worsens
+    scores = compared(CompositeReward.of(config(model, retries=1)))
+    assert len(model.asked) == 24
+    assert scores.rewards.isnan().tolist() == [False, False, False, True]
+
+
 def test_comparisons_end_with_the_time_of_the_call(model: Model) -> None:
     """Those that were made by then count."""
     ended = threading.Event()

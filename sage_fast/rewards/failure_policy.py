@@ -149,8 +149,13 @@ def score_or_drop(
         if as_a_whole and batches:
             batches = [every]
         for batch in batches:
-            if time.monotonic() < deadline:
-                _attempt(outcome, backend, request, batch, needed, config.timeout_seconds)
+            if time.monotonic() >= deadline:
+                continue
+            # The scores of a group are those of one call.
+            target = Outcome() if as_a_whole else outcome
+            _attempt(target, backend, request, batch, needed, config.timeout_seconds)
+            if as_a_whole and len(target.errors) <= len(outcome.errors):
+                outcome.parts, outcome.errors = target.parts, target.errors
 
     for values in outcome.parts.values():
         values[list(outcome.errors)] = torch.nan
