@@ -367,6 +367,13 @@ class Announces(Scripted):
         self.answer(self.script.get("status", 200), self.script.get("says", {}))
 
 
+class ShowsPage(Scripted):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>a reward server</html>")
+
+
 @contextlib.contextmanager
 def scripted(kind: type[Scripted], **script: Any) -> Iterator[str]:
     handler = type("Handler", (kind,), {"script": script})
@@ -377,7 +384,8 @@ def scripted(kind: type[Scripted], **script: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("kind", "script", "compares"), [
-    (Scripted, {}, False), (Announces, {"status": 404}, False), (Announces, {"status": 405}, False),
+    (Scripted, {}, False), (ShowsPage, {}, False),
+    (Announces, {"status": 404}, False), (Announces, {"status": 405}, False),
     (Announces, {}, False), (Announces, {"says": {"compares_group": "yes"}}, False),
     (Announces, {"says": {"compares_group": False}}, False),
     (Announces, {"says": {"compares_group": True}}, True),

@@ -161,9 +161,10 @@ class Client(Backend):
                 f"{type(error).__name__}: {printable(names_for_values(str(error)))}"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise NoAnswer(
-                f"an answer that is no JSON: {shown(text.decode(errors='backslashreplace'))}"
-            ) from error
+            why = f"an answer that is no JSON: {shown(text.decode(errors='backslashreplace'))}"
+            if method == "GET":  # a page, of a server that does not know the question
+                raise Refused(f"{self.url}: {why}") from error
+            raise NoAnswer(why) from error
         why = f"status {response.status_code}: {_error_of(text)}"
         is_busy = response.status_code >= 500 or response.status_code in (408, 429)
         if is_busy and response.status_code != NOT_IMPLEMENTED:
