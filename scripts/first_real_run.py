@@ -270,7 +270,8 @@ def check_gpus(options: argparse.Namespace, config: Config) -> None:
         raise UserError(
             f"PyTorch sees no GPU here{hidden}, and {wanted} are wanted. If this is a login node, "
             f"the steps cost and fetch run here: {SCRIPT} FOLDER cost fetch. For the others start "
-            "the same command on the node with the GPUs, through the scheduler or by ssh"
+            "the same command on the node with the GPUs, through the scheduler or by ssh. GPUS=0 "
+            "CONFIG=configs/demo.yaml and --eval.judge testbed-judge rehearse on the CPU"
         )
     raise UserError(
         f"PyTorch sees {counted(found, 'GPU')} here{hidden}, and {wanted} are wanted. GPUS={found} "

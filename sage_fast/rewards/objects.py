@@ -138,7 +138,8 @@ def _as_list(reward_funcs: object) -> list[Any]:
     for each in given:
         if isinstance(each, str):
             raise UserError(
-                f"reward_funcs = {each!r}: {expected}; a name is a setting: reward.name = {each!r}"
+                f"reward_funcs = {each!r}: {expected}; a name is a setting: reward.name = "
+                f"{each!r}, or reward.several for more than one, without reward_funcs"
             )
         if not callable(each) and not callable(getattr(each, "score", None)):
             raise UserError(f"reward_funcs = {each!r:.80}: {expected}; or a list of them")
