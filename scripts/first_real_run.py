@@ -59,6 +59,8 @@ RATIO = "signal / noise of an iteration"
 """Row of signal.json."""
 TOLD_FROM_0 = 2.0
 """Standard errors that a ratio must have to be told from 0."""
+TOO_NOISY = 3
+"""Exit status of the action `signal` where it does not say to train."""
 
 
 # -- cost ------------------------------------------------------------------------------------------
@@ -311,17 +313,26 @@ def what_a_signal_means(ratio: float | None, error: float | None, iterations: in
     return f"{added} Signal outweighs noise: train."
 
 
-def print_signal(options: argparse.Namespace, config: Config) -> None:
-    """Print what the measured signal means."""
+def is_enough(ratio: float | None, error: float | None, iterations: int) -> bool:
+    """Return whether `what_a_signal_means` says to train."""
+    if ratio is None or error is None or ratio < TOLD_FROM_0 * error:
+        return False
+    return iterations * ratio >= 1
+
+
+def print_signal(options: argparse.Namespace, config: Config) -> int:
+    """Print what the measured signal means; return `TOO_NOISY` unless it says to train."""
     file = options.folder / "signal" / "signal.json"
     (rows,) = json.loads(file.read_text(encoding="utf-8"))["signal"].values()
     cell: dict[str, Any] = rows[RATIO]
-    print(wrapped(what_a_signal_means(cell["value"], cell["error"], config.train.iterations)))
+    measured = cell["value"], cell["error"], config.train.iterations
+    print(wrapped(what_a_signal_means(*measured)))
+    return 0 if is_enough(*measured) else TOO_NOISY
 
 
 # -- command line ----------------------------------------------------------------------------------
 
-ACTIONS: dict[str, Callable[[argparse.Namespace, Config], None]] = {
+ACTIONS: dict[str, Callable[[argparse.Namespace, Config], int | None]] = {
     "cost": print_cost,
     "downloads": print_downloads,
     "gpus": check_gpus,
@@ -340,8 +351,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--signal", type=int)
     parser.add_argument("--used-at", type=float)
     options = parser.parse_args(words)
-    ACTIONS[options.action](options, load(options.config, settings))
-    return 0
+    return ACTIONS[options.action](options, load(options.config, settings)) or 0
 
 
 if __name__ == "__main__":

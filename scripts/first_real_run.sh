@@ -33,6 +33,7 @@ set -euo pipefail
 
 root=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")")
 STEPS=(cost fetch doctor embed base signal train compare export)
+TOO_NOISY=3 # as in first_real_run.py
 # What this run does differently from the configuration: short, saved and scored often, and with a judge.
 RUN_SETTINGS=(
     --train.iterations 60
@@ -59,7 +60,8 @@ while (($#)) && [[ $1 != --* ]]; do
     asked+=("$1")
     shift
 done
-((${#asked[@]})) || asked=("${STEPS[@]}")
+steps_are_named=${#asked[@]}
+((steps_are_named)) || asked=("${STEPS[@]}")
 given=("$@")
 [[ " ${given[*]}" != *" --output"* ]] || refuse "--output: FOLDER is where everything goes"
 
@@ -223,6 +225,20 @@ step_signal() {
     on_all_ranks profile "$config" --signal "$signal_iterations" --folder "$folder/signal" "${of_train[@]}"
 }
 
+# Print what the signal means. A call that names no steps ends here if that is not to train: it takes most of the hours.
+judge_signal() {
+    local status=0
+    helper signal "$config" "${of_train[@]}" --folder "$folder" || status=$?
+    if ((status != TOO_NOISY)); then
+        return "$status"
+    fi
+    if ((!steps_are_named)) && [[ ! -e $run ]]; then
+        step=''
+        refuse "stopped before training. To train all the same, name the steps:" \
+            "scripts/first_real_run.sh $folder train compare export"
+    fi
+}
+
 step_train() {
     on_all_ranks train "$config" "${of_train[@]}" --output "$run" --resume
     mark_done train
@@ -261,7 +277,7 @@ main() {
             say "$step"
             "step_$step"
         fi
-        [[ $step != signal ]] || helper signal "$config" "${of_train[@]}" --folder "$folder"
+        [[ $step != signal ]] || judge_signal
     done
     say "done: $folder"
     exit # in a function: bash reads no more of this file, which may change in the hours of a run

@@ -36,6 +36,8 @@ SCRIPT = REPOSITORY / "scripts" / "first_real_run.sh"
 CONFIG = REPOSITORY / "configs" / "hunyuanvideo15-480p.yaml"
 PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 REVISION = "0" * 40
+WEAK = {"value": 0.01, "error": 0.02}
+"""A ratio that is not told from 0."""
 ITERATIONS = 6
 SMALL = [
     *("--model.dtype", "float32", "--model.lora_rank", "2"),
@@ -174,6 +176,16 @@ def test_from_the_download_to_the_lora_with_its_card(call: Caller) -> None:
     measured = json.loads((folder / "signal" / "signal.json").read_text())
     assert measured["iterations"] == 3
 
+    # a signal that is not told from 0 ends a call without steps before it trains
+    (rows,) = measured["signal"].values()
+    weak = {**measured, "signal": {"base": {**rows, first_real_run.RATIO: WEAK}}}
+    (folder / "signal" / "signal.json").write_text(json.dumps(weak))
+    said = call(str(folder), status=2)
+    assert "not told from 0" in said
+    assert "stopped before training. To train all the same, name the steps:" in said
+    assert not run.exists()
+    (folder / "signal" / "signal.json").write_text(json.dumps(measured))
+
     began = call.interrupted(
         str(folder), "train", at=f" 2/{ITERATIONS} ", by=signal.SIGTERM, RANKS="2"
     )
@@ -301,6 +313,16 @@ def test_what_a_signal_means_by_hand() -> None:
     assert "not told from 0" in means(0.05, 0.026, 60)
     assert "not told from 0" in means(-0.05, 0.01, 60)
     assert "undefined" in means(None, None, 60)
+
+
+def test_when_the_script_trains() -> None:
+    enough = first_real_run.is_enough
+    assert enough(0.05, 0.01, 60)
+    assert not enough(0.01, 0.001, 60)
+    assert not enough(0.05, 0.026, 60)
+    assert not enough(None, None, 60)
+    script = (REPOSITORY / "scripts" / "first_real_run.sh").read_text()
+    assert f"TOO_NOISY={first_real_run.TOO_NOISY} " in script
 
 
 def test_the_page_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
