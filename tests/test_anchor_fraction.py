@@ -49,6 +49,28 @@ def test_the_forwards_are_spread_evenly_over_the_samples() -> None:
         assert plan.forwards()["anchor"] == sum(of_each)
 
 
+def test_ranks_that_take_samples_in_turn_share_the_forwards() -> None:
+    """Drawn in the order of the samples, every fourth would be that of the same two ranks."""
+    config = settings(
+        kl__anchor_fraction=0.25,
+        sampling__sde_window=1,
+        sampling__batch_size=1,
+        train__group_size=8,
+        train__prompts_per_iteration=8,
+        train__optimizer_steps=1,
+    )
+    resolved = ResolvedConfig(config)
+    of_rank: Counter[int] = Counter()
+    for index in range(40):
+        plan = plan_iteration(resolved, PROMPTS, lambda prompt: 1, index, ranks=8)
+        drawn_here = {number for number, _ in drawn(plan)}
+        busiest = max(len(drawn_here.intersection(share)) for share in plan.shares)
+        of_rank[busiest] += 1
+        assert len(drawn_here) == 16
+    mean_of_busiest = sum(busiest * count for busiest, count in of_rank.items()) / 40
+    assert mean_of_busiest < 5, "two each, were they even; eight, were they on two ranks"
+
+
 def test_other_ranks_draw_the_same() -> None:
     resolved = ResolvedConfig(settings(**MANY_STEPS, kl__anchor_fraction=0.4))
     one, three = (

@@ -457,19 +457,21 @@ def _anchor_steps(
     """Draw the trained steps of each sample at which the KL to the anchor is computed.
 
     Each step is drawn with the probability `fraction`, so that the weight 1 / `fraction` leaves the
-    mean as it is. The numbers of two samples with equally many steps differ by at most one, so that
-    ranks stay balanced: systematic sampling, with one random offset for the iteration.
+    mean as it is. It is systematic sampling: the steps of all samples stand in a row, and with a
+    random offset every 1 / `fraction`-th is counted for its sample. So the numbers of two samples
+    with equally many steps differ by at most one. The samples stand in a random order: in their
+    own, each rank that has every n-th of them might have the same ones drawn.
     """
     if fraction == 1:
         return list(orders)
-    offset = derive_seed(seed, "anchor-offset", index) / 2**63
-    drawn: list[Collection[int]] = []
-    before = offset
-    for order, sample in zip(orders, samples, strict=True):
+    drawn: list[Collection[int]] = [() for _ in samples]
+    before = derive_seed(seed, "anchor-offset", index) / 2**63
+    for number in permutation(len(samples), seed, "anchor-samples", index):
+        order, sample = orders[number], samples[number]
         after = before + fraction * len(order)
         count = math.floor(after) - math.floor(before)
         key = (index, sample.group, sample.index)
         shuffled = permutation(len(order), seed, "anchor-steps", *key)
-        drawn.append(frozenset(order[i] for i in shuffled[:count]))
+        drawn[number] = frozenset(order[i] for i in shuffled[:count])
         before = after
     return drawn
