@@ -166,8 +166,10 @@ def _find_course(
     arms = (DEMO, NFT)
     difference = _on_the_way(found, DEMO, NFT)
     text = (
-        f"The mean gain on the way to the FLOPs of {LAST} iterations is {difference} above "
-        "DiffusionNFT's (one look). Each run has its rate annealed to its own end. The table's "
+        f"DiffusionNFT's mean gain on the way to the FLOPs of {LAST} iterations is "
+        f"{-difference.value:+.4f} [{-difference.high:+.4f}, {-difference.low:+.4f}] above the "
+        "demo's (one look). Each run has its rate annealed to its own end, and the runs of one "
+        "length have unequal FLOPs: on the way they are equal. The table's "
         f"differences at an end are corrected for {len(looks())} looks, those on the way are not. "
         "FLOPs are those of the same algorithm at 8.3 B, where decoding is a small part; on the "
         "testbed it is three quarters. The table of the signal has 32 iterations each, with one "
@@ -188,7 +190,8 @@ def _find_growing(found: Runs, material: Material) -> Finding:
     arms = (DEMO, GROWING)
     difference = _on_the_way(found, GROWING, DEMO)
     text = (
-        f"The mean gain on the way is {difference} above that of 8 prompts throughout (one look). "
+        f"The mean gain on the way differs from that of 8 prompts throughout by {difference} (one "
+        "look). "
         f"The table's differences at an end are at equal FLOPs, corrected for {len(looks())} looks."
     )
     return Finding(
@@ -244,6 +247,9 @@ def _find_hand_over(found: Runs, material: Material) -> Finding:
         draw_intervals(figure.subplots(), intervals, "gain above SAGE-GRPO's, 95 % interval")
 
     text = (
+        "An endpoint direction points from the group's mean final sample to the video's own; the "
+        "hand-over turns it into the noise within 20 iterations. These are runs of 40 iterations, "
+        "looked at on the way, where their rate has not yet ended. "
         f"Differences are paired over {len(plain)} seeds and {len(gains_after(plain, 0)[0])} "
         f"held-out prompts; each interval is corrected for {len(looks())} looks. The setting of "
         "the endpoint direction has left, so these runs cannot be made again."
@@ -340,14 +346,14 @@ def claims(found: Runs, signal: Sequence[Sequence[str]], about_signal: str = "")
         claim(
             "demo-anchor",
             "The anchor on a quarter of the steps",
-            "The KL to the anchor on a quarter of the steps ends no lower than on all.",
+            "With the KL to the anchor on a quarter of the steps, runs end at most 0.03 lower.",
             functools.partial(_find_no_lower, found, QUARTER, ""),
             1.6,
         ),
         claim(
             "demo-ranks",
             "A reward that only ranks",
-            "A reward that only ranks the videos of a prompt ends no lower than one that scores.",
+            "With a reward that only ranks the videos of a prompt, runs end at most 0.03 lower.",
             functools.partial(_find_no_lower, found, RANK, "Both are evaluated by the composite. "),
             1.6,
         ),
