@@ -20,10 +20,10 @@ gain more in the first forty iterations. The model is a tiny HunyuanVideo 1.5 th
 the 8.3 B one. The settings were found by a [search](search.md). `python -m studies.demo` writes
 this page from its runs, and makes those that are missing.
 
-The first two claims are about seeds 10 to 19 and 100 iterations, the others about seeds 20 to 29 and
-at most 40. *Held*: the 95 % interval lies on the side of the claim. *Not held*: it lies on the other
-side. *Not decidable*: it reaches both. How often runs were looked at, a *look*, is counted, and
-intervals are wider for it. The [protocol](#protocol) has the rules."""
+The first two claims are about seeds 10 to 19 and 100 iterations, the others about seeds 20 to 29
+and at most 40. *Held*: the 95 % interval lies on the side of the claim. *Not held*: it lies on the
+other side. *Not decidable*: it reaches both. How often runs were looked at, a *look*, is counted,
+and intervals are wider for it. The [protocol](#protocol) has the rules."""
 
 
 def _study(options: argparse.Namespace) -> int:
