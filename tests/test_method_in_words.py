@@ -135,7 +135,7 @@ def test_updates_that_nothing_bounds_are_told(overrides: dict[str, str], warns: 
 # -- settings that are too slow for a run ----------------------------------------------------------
 
 NOT_PACED = {
-    "reward.max_dropped", "objective.kl_limit", "train.prompts_per_iteration",
+    "reward.max_dropped", "objective.kl_limit", "kl.anchor_fraction", "train.prompts_per_iteration",
     "train.optimizer_steps",
     "train.timestep_fraction", "train.learning_rate", "train.grace_seconds", "train.iterations",
     "tracking.training_videos", "tracking.training_videos_interval",

@@ -461,7 +461,8 @@ class KLConfig(Section):
     anchor_fraction: float = within(1.0, above=0, most=1)
     """Fraction of the trained transitions at which the KL to the anchor is computed, each with a
     weight of 1 / fraction, so that its mean stays; drawn anew for each iteration. Saves the other
-    transitions' forwards of the anchor. Where the anchor needs no forward, all are used."""
+    transitions' forwards of the anchor. In the iteration after its refresh, where the anchor needs
+    none, all are used."""
     anchor_interval: int = within(10, least=1)
     """Optimizer steps between refreshes of the moving anchor."""
     lambda_min: float = within(1e-7, least=0)
