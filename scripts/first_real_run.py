@@ -308,9 +308,9 @@ def what_a_signal_means(ratio: float | None, error: float | None, iterations: in
         f"Signal / noise of an iteration is {ratio:.3g} ± {error:.2g}. Were it to stay so, "
         f"{iterations} iterations would add up to {total}."
     )
-    if iterations * ratio < 1:
-        return f"{added} Noise would outweigh signal: take larger groups or more prompts."
-    return f"{added} Signal outweighs noise: train."
+    if is_enough(ratio, error, iterations):
+        return f"{added} Signal outweighs noise: train."
+    return f"{added} Noise would outweigh signal: take larger groups or more prompts."
 
 
 def is_enough(ratio: float | None, error: float | None, iterations: int) -> bool:

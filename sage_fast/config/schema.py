@@ -284,6 +284,11 @@ class RewardEntry(Section):
         """Parts with a nonzero weight, by the reward's own names."""
         return {part for part, weight in self.weights.items() if weight != 0}
 
+    @property
+    def named_weights(self) -> dict[str, float]:
+        """Weights of its parts, keyed by their names in the metrics."""
+        return {self.named(part): weight for part, weight in self.weights.items()}
+
     def named(self, part: str) -> str:
         """Return the name of the part in the metrics."""
         return f"{self.prefix or ''}{part}"
@@ -353,13 +358,12 @@ class RewardConfig(RewardEntry):
         """
         weights: dict[str, float] = {}
         for entry in self.entries:
-            for part, weight in entry.weights.items():
-                if entry.named(part) in weights:
+            for name, weight in entry.named_weights.items():
+                if name in weights:
                     raise UserError(
-                        f"reward.several: two rewards have a part {entry.named(part)!r}; give one "
-                        "a prefix"
+                        f"reward.several: two rewards have a part {name!r}; give one a prefix"
                     )
-                weights[entry.named(part)] = weight
+                weights[name] = weight
         return weights
 
 

@@ -563,8 +563,7 @@ def _weights_of(callers: Iterable[RewardCaller]) -> dict[str, float]:
     """Return the weights of these rewards' parts, by the names of the metrics."""
     weights: dict[str, float] = {}
     for caller in callers:
-        for part, weight in caller.entry.weights.items():
-            weights[caller.entry.named(part)] = weight
+        weights |= caller.entry.named_weights
     return weights
 
 

@@ -133,7 +133,7 @@ def before_iteration(run: str, trainer: Trainer, index: int) -> None:
     trainer.config = dataclasses.replace(trainer.config, train=train)
     trainer.resolved = ResolvedConfig(trainer.config)
 
-    # Goes on behind the last prompt that was taken, as a resume with another number does.
+    # The next prompts follow the last ones taken, as after a resume with another batch.
     order = PromptOrder(trainer.prompts, prompts)
     order.load_state_dict(trainer.prompt_order.state_dict(), index)
     trainer.prompt_order = order

@@ -159,11 +159,28 @@ def _draw_course(found: Runs, arms: Sequence[str], axes: Axes) -> None:
     axes.legend()
 
 
+def _course_finding(
+    found: Runs,
+    arms: Sequence[str],
+    difference: Difference,
+    text: str,
+    compared: Sequence[Sequence[str]] = (),
+) -> Finding:
+    """Return what is found of a difference on the way, with figure, data and table of the arms."""
+    return Finding(
+        verdict=judge_above(difference),
+        text=text,
+        draw=lambda figure: _draw_course(found, arms, figure.subplots()),
+        rows=_course_rows(found, arms),
+        table=_course_table(found, arms),
+        compared=compared,
+    )
+
+
 def _find_course(
     found: Runs, signal: Sequence[Sequence[str]], about_signal: str, material: Material
 ) -> Finding:
     """Decide whether SAGE-GRPO gains more on the way than DiffusionNFT."""
-    arms = (DEMO, NFT)
     difference = _on_the_way(found, DEMO, NFT)
     text = (
         f"DiffusionNFT's mean gain on the way to the FLOPs of {LAST} iterations is "
@@ -175,32 +192,18 @@ def _find_course(
         "testbed it is three quarters. The table of the signal has 32 iterations each, with one "
         f"standard error. {about_signal}"
     )
-    return Finding(
-        verdict=judge_above(difference),
-        text=text,
-        draw=lambda figure: _draw_course(found, arms, figure.subplots()),
-        rows=_course_rows(found, arms),
-        table=_course_table(found, arms),
-        compared=signal,
-    )
+    return _course_finding(found, (DEMO, NFT), difference, text, signal)
 
 
 def _find_growing(found: Runs, material: Material) -> Finding:
     """Decide whether a growing batch gains more on the way than 8 prompts throughout."""
-    arms = (DEMO, GROWING)
     difference = _on_the_way(found, GROWING, DEMO)
     text = (
         f"The mean gain on the way differs from that of 8 prompts throughout by {difference} (one "
         "look). "
         f"The table's differences at an end are at equal FLOPs, corrected for {len(looks())} looks."
     )
-    return Finding(
-        verdict=judge_above(difference),
-        text=text,
-        draw=lambda figure: _draw_course(found, arms, figure.subplots()),
-        rows=_course_rows(found, arms),
-        table=_course_table(found, arms),
-    )
+    return _course_finding(found, (DEMO, GROWING), difference, text)
 
 
 def hand_over_verdict(by_look: Mapping[int, Difference]) -> Verdict:
